@@ -1,0 +1,1 @@
+"""Turning lowered programs into machine code, one module per generator."""

@@ -1,0 +1,1 @@
+"""Kernel families: templates, their parameters, argument lists and numpy references."""

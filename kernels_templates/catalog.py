@@ -1,0 +1,74 @@
+"""The kernel catalog: family -> template, legal parameters, typed arguments, weight layout and cost.
+
+A *family* is a template; a *kernel* is a family with parameters. Lowering turns each fused op into kernels and binds
+their arguments in the order given here; code generation renders, compiles and caches one object a kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+ParamValue = int | str | float | bool
+
+
+@dataclass(frozen=True)
+class ArgSpec:
+    """One argument of a kernel, in order.
+
+    `ctype` is the C type. A parameter of the kernel that is False may remove an optional argument: see `when`.
+    """
+
+    name: str
+    ctype: str
+    role: Literal["in", "out", "weight", "cache", "input", "dim", "const", "scratch"]
+    when: str = ""
+    """Name of the boolean parameter that says whether the argument is there; "" is always."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel template.
+
+    `params` maps a parameter to its legal values; an empty tuple allows any value of the default's kind (constants such
+    as an expression or a head size that are rendered into the source).
+    """
+
+    name: str
+    template: str
+    """Path below `kernels_templates/`."""
+    params: Mapping[str, tuple[ParamValue, ...]]
+    args: tuple[ArgSpec, ...]
+    ops: tuple[str, ...]
+    """IR ops it implements, alone or with others."""
+    doc: str
+    layouts: tuple[str, ...] = ()
+    """Weight layouts it reads."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A family with parameters: what is compiled, cached and named in the plan."""
+
+    family: str
+    params: Mapping[str, ParamValue] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", MappingProxyType(dict(sorted(self.params.items()))))
+
+    def __hash__(self) -> int:
+        return hash((self.family, tuple(self.params.items())))
+
+    @property
+    def symbol(self) -> str:
+        """The C name: the family, readable parameters, and a hash where a parameter does not fit a name."""
+        parts = [self.family]
+        for name, value in self.params.items():
+            text = f"{int(value)}" if isinstance(value, bool) else f"{value}"
+            if not text.replace("_", "").isalnum() or len(text) > 16:
+                text = hashlib.sha256(text.encode()).hexdigest()[:8]
+            parts.append(f"{name[:3]}{text}")
+        return "k_" + "_".join(parts)

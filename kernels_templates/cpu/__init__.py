@@ -1,0 +1,1 @@
+"""C++ templates for x86-64 CPUs."""

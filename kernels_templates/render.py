@@ -1,0 +1,51 @@
+"""Rendering a kernel: its family's template with its parameters becomes one self-contained source text."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+from .catalog import ArgSpec, Family, KernelSpec
+from .expression import to_cpp
+from .registry import FAMILIES
+
+Isa = Literal["x86-64-v3", "x86-64-v4"]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["to_cpp"] = to_cpp
+    return environment
+
+
+def arguments(family: Family, kernel: KernelSpec) -> tuple[ArgSpec, ...]:
+    """The kernel's arguments in order, without the optional ones that its parameters remove."""
+    return tuple(arg for arg in family.args if not arg.when or kernel.params[arg.when])
+
+
+def signature(kernel: KernelSpec) -> str:
+    """The C declaration of the kernel, without a semicolon."""
+    args = arguments(FAMILIES[kernel.family], kernel)
+    declared = ", ".join(f"{arg.ctype} {arg.name}" for arg in args)
+    return f'extern "C" void {kernel.symbol}({declared}, int32_t tid, int32_t threads)'
+
+
+def render(kernel: KernelSpec, isa: Isa) -> str:
+    """The C++ source of a kernel for one ISA, headers included in the text, so that its hash identifies the object."""
+    family = FAMILIES[kernel.family]
+    return render_template(family.template, isa=isa, signature=signature(kernel), symbol=kernel.symbol, **kernel.params)
+
+
+def render_template(template: str, **values: object) -> str:
+    """Any template below `kernels_templates/` with the given values."""
+    return _environment().get_template(template).render(**values)

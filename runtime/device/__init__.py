@@ -1,0 +1,1 @@
+"""Devices: what executes a plan's steps."""

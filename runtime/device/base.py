@@ -1,0 +1,54 @@
+"""The device interface: all the engine knows of what executes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..plan import Plan
+from ..step import StepBatch, StepResult
+
+
+class Ticket(Protocol):
+    """A submitted step."""
+
+    @property
+    def number(self) -> int:
+        """Tickets of a device are numbered in order of submission and retire in that order."""
+
+
+class Device(Protocol):
+    """Executes steps of one plan. Calls marked *(state)* change caches or weights; the others only read.
+
+    One thread at a time may call it.
+    """
+
+    plan: Plan
+    pages: tuple[int, ...]
+    """Pages of each cache group, the trash page (id 0) included."""
+    queue_depth: int
+    """Steps that may be submitted before the first must be polled; 1 on CPU."""
+
+    def submit(self, batch: StepBatch) -> Ticket:
+        """Queue a step *(state)*. Raises InternalError if the batch exceeds every bucket or a page is out of range."""
+
+    def poll(self, ticket: Ticket) -> StepResult | None:
+        """The result, or None if the step is still running. Its arrays are valid until `queue_depth` more submits."""
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        """Block until the step is done. Raises InternalError if it failed."""
+
+    def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, destination) over all layers of a group *(state)*."""
+
+    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
+        """Run a step and return seconds by launch *(state)*."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by kind: weights, arena, kv, host."""
+
+    def close(self) -> None:
+        """Release everything; further calls are errors."""

@@ -1,0 +1,1 @@
+"""Paged cache bookkeeping: blocks, prefix cache and the manager that the scheduler talks to."""

@@ -1,0 +1,274 @@
+"""The plan: everything a runtime needs to run one model on one kind of target, as versioned JSON beside hashed blobs.
+
+    plan/  plan.json  weights.safetensors  kernels/*.so  tokenizer.json  chat_template.jinja  generation_config.json
+
+All sizes are bytes and all offsets are relative to the file or arena they point into. Nothing here is an absolute path
+or is looked up in the environment, so a plan can be moved, mounted read-only and shared.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .encodings import Encoding
+
+MAJOR, MINOR = 1, 0
+"""Schema version. A reader takes its own and the previous major version; a higher minor only adds fields."""
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of every record in the plan: immutable, and strict about what it reads."""
+
+
+# --- launch arguments -------------------------------------------------------------------------------------------------
+
+
+class ArenaArg(_Record, frozen=True, tag="arena"):
+    """An activation buffer: `offset` bytes into the arena, `bytes` long at the bucket's largest step."""
+
+    offset: int
+    bytes: int
+    value: str
+    """Name of the IR value it holds."""
+
+
+class WeightArg(_Record, frozen=True, tag="weight"):
+    """A resident weight, by its name in `Plan.weights`."""
+
+    name: str
+
+
+class CacheArg(_Record, frozen=True, tag="cache"):
+    """The K/V storage of one layer: base of `Plan.caches[group]` plus `slot` layer strides."""
+
+    group: int
+    slot: int
+    """Position of the layer in the group."""
+
+
+class InputArg(_Record, frozen=True, tag="input"):
+    """A step input by name: tokens positions seq_start context rows, or slots/pages of cache `group`."""
+
+    name: str
+    group: int = 0
+
+
+class DimArg(_Record, frozen=True, tag="dim"):
+    """The run-time value of a symbolic dimension times `factor`: T, S or R."""
+
+    name: str
+    factor: int = 1
+
+
+class ConstArg(_Record, frozen=True, tag="const"):
+    """A literal."""
+
+    value: int | float
+
+
+class NullArg(_Record, frozen=True, tag="null"):
+    """An optional pointer argument that is absent."""
+
+
+Arg = ArenaArg | WeightArg | CacheArg | InputArg | DimArg | ConstArg | NullArg
+
+
+class Launch(_Record, frozen=True):
+    """One kernel call. Launches run in order; `barrier` says that the next one needs this one's results whole."""
+
+    kernel: str
+    """Name in `Plan.kernels`."""
+    args: tuple[Arg, ...]
+    barrier: bool = True
+    op: str = ""
+    """The IR op it implements, with its layer, for reports: `linear:model.layers.3.mlp.down_proj`."""
+    bytes: int = 0
+    """Weight and cache-independent bytes it reads at T = 1, for the roofline estimate."""
+    flops: int = 0
+    """Floating-point or integer operations at T = 1."""
+
+
+class Bucket(_Record, frozen=True):
+    """A launch program that serves every step within its limits."""
+
+    name: str
+    max_tokens: int
+    max_sequences: int
+    max_rows: int
+    forward: tuple[Launch, ...]
+    sample: tuple[Launch, ...]
+
+
+# --- resources --------------------------------------------------------------------------------------------------------
+
+
+class Kernel(_Record, frozen=True):
+    """A compiled kernel. On CPU the entry is linked into every library of the plan."""
+
+    family: str
+    """Family in `kernels_templates.catalog`."""
+    params: dict[str, int | str | float | bool]
+    source_hash: str
+
+
+class Library(_Record, frozen=True):
+    """A shared library for one ISA level. The loader takes the last one whose `requires` the CPU has."""
+
+    isa: Literal["x86-64-v3", "x86-64-v4"]
+    file: str
+    bytes: int
+    sha256: str
+    requires: tuple[str, ...]
+    """CPU flags as /proc/cpuinfo names them."""
+
+
+class WeightEntry(_Record, frozen=True):
+    """One resident weight: a byte range of a safetensors file, in the layout its kernels read."""
+
+    file: str
+    offset: int
+    """From the start of the file; a multiple of 64."""
+    bytes: int
+    shape: tuple[int, ...]
+    encoding: Encoding
+    layout: str
+    """Name of a packing in `kernels_templates.reference`."""
+    sources: tuple[str, ...] = ()
+
+
+class WeightFile(_Record, frozen=True):
+    """A weight file with its size and hash."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+class CacheResource(_Record, frozen=True):
+    """A group of layers whose caches are allocated, shared and freed together.
+
+    Storage of a group is [layer][page][bytes of a page of one layer]; the layout inside a page is the kernels' own.
+    """
+
+    kind: Literal["kv"]
+    layers: tuple[int, ...]
+    page_tokens: int
+    page_bytes: int
+    """Bytes of one page of one layer (keys and values)."""
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: Literal["float32", "float16", "bfloat16"]
+    layout: str
+    window: int = 0
+    """0: every token is kept; else only the last `window` are read, and pages behind them may be freed."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Over all layers of the group."""
+        return len(self.layers) * self.page_bytes / self.page_tokens
+
+
+class Buffer(_Record, frozen=True):
+    """One planned activation, for the memory map: alive from launch `first` to launch `last`, both included."""
+
+    value: str
+    offset: int
+    bytes: int
+    first: int
+    last: int
+
+
+class MemoryPlan(_Record, frozen=True):
+    """Bytes the plan needs besides the KV cache."""
+
+    arena: int
+    weights: int
+    host: int
+    """Step inputs, results and the runtime's own tables."""
+    buffers: tuple[Buffer, ...] = ()
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+
+class Model(_Record, frozen=True):
+    """Which model this is."""
+
+    name: str
+    architecture: str
+    """Hugging Face model type, e.g. `llama`."""
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    max_context: int
+    """Most tokens of a sequence, prompt and output together."""
+    dtype: Literal["float32", "float16", "bfloat16"]
+    quantization: str
+    source_hashes: dict[str, str] = {}
+    random_weights: int | None = None
+    """Seed, if the weights are random."""
+
+
+class Text(_Record, frozen=True):
+    """Text handling; absent from token-in, token-out plans. `files` maps a file in the plan to its SHA-256."""
+
+    files: dict[str, str]
+    bos_token: str | None = None
+    eos_token: str | None = None
+    add_bos: bool = False
+    """Whether encoding a plain prompt puts the bos token first."""
+
+
+class PassReport(_Record, frozen=True):
+    """What one pass did."""
+
+    name: str
+    matches: int
+    ops_before: int
+    ops_after: int
+    seconds: float = 0.0
+    """Not part of the plan's identity: written as 0 unless asked for."""
+
+
+class Report(_Record, frozen=True):
+    """What the compiler did, for `inspect`."""
+
+    captured_ops: int
+    fused_ops: int
+    passes: tuple[PassReport, ...]
+    notes: tuple[str, ...] = ()
+    """What could not be fused, matched or quantized, one sentence each."""
+    versions: dict[str, str] = {}
+
+
+class Plan(_Record, frozen=True):
+    """A compiled model. `load.read_plan` reads and checks it."""
+
+    format: Literal["toolkit-plan"]
+    major: int
+    minor: int
+    abi: str
+    """Hash of the structs shared with the device code; the runtime and every library must agree."""
+    model: Model
+    target: str
+    max_batch: int
+    """Most sequences in a step."""
+    buckets: tuple[Bucket, ...]
+    kernels: dict[str, Kernel]
+    libraries: tuple[Library, ...]
+    weights: dict[str, WeightEntry]
+    weight_files: tuple[WeightFile, ...]
+    caches: tuple[CacheResource, ...]
+    memory: MemoryPlan
+    text: Text | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    report: Report
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Cache bytes a token of context costs, over all groups."""
+        return sum(cache.bytes_per_token for cache in self.caches)

@@ -1,0 +1,189 @@
+"""Requests and engine events. The same structs cross the process boundary, the offline API and the tests.
+
+Tokens are ids here; text exists only in the front end.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .errors import UserError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens. Names, meanings and defaults are vLLM's and OpenAI's."""
+
+    n: int = 1
+    max_tokens: int | None = 16
+    """None: until the context is full."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; handled where text is."""
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    """Alternatives to report for each output token, at most 20; 0 reports the chosen token only."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token; -1 is the whole vocabulary."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[bool, str], ...] = (
+            (1 <= self.n <= 128, f"n must be 1 to 128, not {self.n}"),
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
+            (self.min_tokens >= 0, f"min_tokens must be at least 0, not {self.min_tokens}"),
+            (0.0 <= self.temperature <= 100.0, f"temperature must be 0 to 100, not {self.temperature}"),
+            (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p}"),
+            (self.top_k >= -1, f"top_k must be -1, 0 or more, not {self.top_k}"),
+            (0.0 <= self.min_p <= 1.0, f"min_p must be 0 to 1, not {self.min_p}"),
+            (
+                0.0 < self.repetition_penalty <= 10.0,
+                f"repetition_penalty must be above 0 and at most 10, not {self.repetition_penalty}",
+            ),
+            (-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be -2 to 2, not {self.frequency_penalty}"),
+            (-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be -2 to 2, not {self.presence_penalty}"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be 0 to 20, not {self.logprobs}"),
+            (
+                self.prompt_logprobs is None or -1 <= self.prompt_logprobs <= 20,
+                f"prompt_logprobs must be -1 to 20, not {self.prompt_logprobs}",
+            ),
+            (self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, not {self.seed}"),
+            (all(self.stop), "stop strings must not be empty"),
+        )
+        for good, message in checks:
+            if not good:
+                raise UserError(message)
+
+
+# --- into the engine --------------------------------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Start a request. `n` > 1 is expanded by the front end into requests of their own."""
+
+    request: str
+    prompt: list[int]
+    params: SamplingParams
+    eos: tuple[int, ...] = ()
+    """Token ids that end the output, besides `params.stop_token_ids`."""
+    priority: int = 0
+    """Lower is served earlier."""
+    cache_salt: str = ""
+    """Requests share prefix pages only with requests of the same salt."""
+    arrival: float = 0.0
+    """`time.monotonic()` at the front end."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request and free its pages; answered by `Finished(reason="abort")`."""
+
+    request: str
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Ask for `Stats`."""
+
+    number: int
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Forget every cached prefix that no running request uses."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop; with `drain`, finish the running requests first."""
+
+    drain: bool = False
+
+
+Command = Add | Abort | Ping | ResetPrefixCache | Shutdown
+
+
+# --- out of the engine ------------------------------------------------------------------------------------------------
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token with its raw log-probability and rank, and the most likely alternatives as (token, log-probability)."""
+
+    token: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+    """New tokens of a request."""
+
+    request: str
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    """As many as `tokens`, if asked for."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Sent once, with the first tokens: one a prompt token, None for the first."""
+
+
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """Times in seconds since the request's arrival, and counts."""
+
+    queue: float
+    first_token: float
+    total: float
+    cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+    preemptions: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The last event of a request that was accepted."""
+
+    request: str
+    reason: FinishReason
+    stop_token: int | None = None
+    """The token that ended the output, if one did; it is among the tokens sent."""
+    metrics: RequestMetrics | None = None
+
+
+class Error(msgspec.Struct, frozen=True, tag="error"):
+    """The last event of a request that was refused or failed. `request` is "" for a failure of the engine itself."""
+
+    request: str
+    message: str
+    user_fault: bool
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """The engine's state; also the proof that it is alive: `last_step` is the age in seconds of its last loop turn."""
+
+    number: int
+    running: int
+    waiting: int
+    kv_usage: float
+    """Used share of the pages, 0 to 1; cached but unused pages count as free."""
+    prefix_queries: int
+    prefix_hits: int
+    """Tokens looked up and found."""
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    steps: int
+    last_step: float
+    memory: dict[str, int] = {}
+
+
+Event = Tokens | Finished | Error | Stats
