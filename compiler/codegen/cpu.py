@@ -1,0 +1,242 @@
+"""CPU code generation: kernels and the step become one shared library for each ISA level.
+
+A kernel is compiled on its own into an object of the content-addressed cache, since it does not depend on a plan's
+shapes; only the step, which is a list of calls, is new for each plan. Libraries need nothing but libc's memory and clock
+functions, so that they load on any x86-64 Linux.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+from ...kernels_templates.catalog import ArgSpec, KernelSpec
+from ...kernels_templates.registry import FAMILIES
+from ...kernels_templates.render import Isa, arguments, render, render_template, signature
+from ...runtime.errors import InternalError, UserError
+from ...runtime.plan import (
+    Arg,
+    ArenaArg,
+    Bucket,
+    CacheArg,
+    ConstArg,
+    DimArg,
+    InputArg,
+    Launch,
+    Library,
+    NullArg,
+    WeightArg,
+)
+from ...runtime.step import ABI_HASH, MAX_TOP
+from ..cache import cached, content_key
+
+SPINS = 4000
+"""Pauses a waiting thread makes before it sleeps: some tens of microseconds."""
+
+
+@dataclass(frozen=True)
+class IsaLevel:
+    """One instruction set level: compiler flags, and the CPU flags that a machine must have."""
+
+    name: Isa
+    flags: tuple[str, ...]
+    requires: tuple[str, ...]
+
+
+_V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+ISA_LEVELS: tuple[IsaLevel, ...] = (
+    IsaLevel("x86-64-v3", ("-march=x86-64-v3",), _V3),
+    IsaLevel(
+        "x86-64-v4",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    ),
+)
+
+_COMPILE_FLAGS = (
+    "-std=c++17",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-threadsafe-statics",
+    "-fno-asynchronous-unwind-tables",
+    "-fno-stack-protector",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-w",
+)
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command that starts it, and its version for cache keys and the plan's report."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+@cache
+def find_compiler() -> Compiler:
+    """`$CXX`, else the system's g++ or clang++ where it knows x86-64-v4, else ziglang's clang.
+
+    Raises UserError if there is none.
+    """
+    chosen = os.environ.get("CXX")
+    candidates = [(chosen,)] if chosen else [("g++",), ("clang++",), (sys.executable, "-m", "ziglang", "c++")]
+    for command in candidates:
+        if (compiler := _try_compiler(command)) is not None:
+            return compiler
+    wanted = f"$CXX ({chosen})" if chosen else "g++ (11 or newer), clang++ or the ziglang package"
+    raise UserError(f"compiling for cpu needs a C++ compiler, but {wanted} does not work here: install `ziglang`")
+
+
+def _try_compiler(command: tuple[str, ...]) -> Compiler | None:
+    if shutil.which(command[0]) is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cpp"
+        probe.write_text("int probe(void) { return 0; }\n")
+        flags = (*_COMPILE_FLAGS, *ISA_LEVELS[-1].flags)
+        ran = subprocess.run(
+            [*command, *flags, "-c", str(probe), "-o", f"{folder}/probe.o"], capture_output=True, check=False
+        )
+        if ran.returncode:
+            return None
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    return Compiler(command, version.splitlines()[0] if version else command[0])
+
+
+def _run(command: Sequence[str], folder: Path, what: str) -> None:
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise InternalError(f"{what} failed: {' '.join(command)}\n{ran.stderr[-4000:]}")
+
+
+def compile_object(source: str, level: IsaLevel, name: str, optimize: str = "-O3") -> Path:
+    """The cached object file of a C++ source for one ISA level. Raises InternalError with the compiler's message."""
+    compiler = find_compiler()
+    flags = (optimize, *_COMPILE_FLAGS, *level.flags)
+
+    def make(path: Path) -> None:
+        # Compiled under a fixed relative name, so that the object's bytes depend on nothing else.
+        (path.parent / "kernel.cpp").write_text(source)
+        command = [*compiler.command, *flags, "-c", "kernel.cpp", "-o", path.name]
+        _run(command, path.parent, f"compiling {name} for {level.name}")
+
+    return cached(content_key(source, compiler.version, *flags), ".o", make)
+
+
+def kernel_source_hash(kernel: KernelSpec) -> str:
+    """Hash of a kernel's sources over all ISA levels, as `plan.Kernel` records it."""
+    return content_key(*(render(kernel, level.name) for level in ISA_LEVELS))[:16]
+
+
+def build_libraries(
+    buckets: Sequence[Bucket],
+    kernels: Mapping[str, KernelSpec],
+    weight_names: Iterable[str],
+    directory: Path,
+    *,
+    levels: Sequence[IsaLevel] = ISA_LEVELS,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> tuple[Library, ...]:
+    """Compile and link `directory/kernels/cpu-<isa>.so` for every ISA level.
+
+    `kernels` maps the names that launches use to specs; `weight_names` are the keys of `Plan.weights`; `progress` gets
+    (what, done, of).
+    """
+    step = step_source(buckets, kernels, weight_names)
+    jobs: list[tuple[IsaLevel, str, Callable[[], Path]]] = []
+    for level in levels:
+        for name, kernel in sorted(kernels.items()):
+            jobs.append((level, name, partial(_compile_kernel, kernel, level)))
+        jobs.append((level, "step", partial(compile_object, step, level, "step", "-O1")))
+    objects: dict[str, list[Path]] = {level.name: [] for level in levels}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        results = pool.map(lambda job: job[2](), jobs)
+        for done, ((level, name, _), path) in enumerate(zip(jobs, results, strict=True)):
+            objects[level.name].append(path)
+            if progress is not None:
+                progress(f"{name} for {level.name}", done + 1, len(jobs))
+    (directory / "kernels").mkdir(exist_ok=True)
+    return tuple(_link(objects[level.name], level, directory) for level in levels)
+
+
+def _compile_kernel(kernel: KernelSpec, level: IsaLevel) -> Path:
+    return compile_object(render(kernel, level.name), level, kernel.symbol)
+
+
+def _link(objects: Sequence[Path], level: IsaLevel, directory: Path) -> Library:
+    file = f"kernels/cpu-{level.name}.so"
+    path = directory / file
+    flags = ("-shared", "-fPIC", "-nostdlib++", "-Wl,--build-id=none", "-Wl,-s", "-Wl,-z,noexecstack")
+    command = [*find_compiler().command, *flags, *map(str, objects), "-o", str(path.resolve()), "-lm"]
+    _run(command, directory, f"linking {file}")
+    data = path.read_bytes()
+    return Library(level.name, file, len(data), hashlib.sha256(data).hexdigest(), level.requires)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def step_source(buckets: Sequence[Bucket], kernels: Mapping[str, KernelSpec], weight_names: Iterable[str]) -> str:
+    """The C++ of the step: one function a bucket, a call a launch."""
+    index = {name: position for position, name in enumerate(sorted(weight_names))}
+    rendered = []
+    for bucket in buckets:
+        launches = [
+            {"call": _call(launch, kernels[launch.kernel], index), "barrier": launch.barrier}
+            for launch in (*bucket.forward, *bucket.sample)
+        ]
+        rendered.append(
+            {
+                "name": bucket.name,
+                "max_tokens": bucket.max_tokens,
+                "max_sequences": bucket.max_sequences,
+                "max_rows": bucket.max_rows,
+                "launches": launches,
+            }
+        )
+    declarations = [signature(kernel) for _, kernel in sorted(kernels.items())]
+    return render_template(
+        "cpu/step.cpp.j2", buckets=rendered, declarations=declarations, abi=ABI_HASH, max_top=MAX_TOP, spins=SPINS
+    )
+
+
+def _call(launch: Launch, kernel: KernelSpec, weights: Mapping[str, int]) -> str:
+    specs = arguments(FAMILIES[kernel.family], kernel)
+    if len(specs) != len(launch.args):
+        names = [spec.name for spec in specs]
+        raise InternalError(f"launch of {launch.kernel} has {len(launch.args)} arguments for {names}")
+    values = [_argument(arg, spec, weights) for arg, spec in zip(launch.args, specs, strict=True)]
+    return f"{kernel.symbol}({', '.join(values)}, tid, n)"
+
+
+def _argument(arg: Arg, spec: ArgSpec, weights: Mapping[str, int]) -> str:
+    match arg:
+        case ArenaArg(offset=offset):
+            return f"({spec.ctype})(a + {offset})"
+        case WeightArg(name=name):
+            return f"({spec.ctype})w[{weights[name]}]"
+        case CacheArg(group=group, slot=slot):
+            return f"({spec.ctype})(c[{group}] + {slot} * stride[{group}])"
+        case InputArg(name=("slots" | "pages" | "page_stride") as name, group=group):
+            return f"s->{name}[{group}]"
+        case InputArg(name=name):
+            return f"s->{name}"
+        case DimArg(name=name, factor=factor):
+            return f"s->{name}" if factor == 1 else f"s->{name} * {factor}"
+        case ConstArg(value=value):
+            return f"{float(value)!r}f" if spec.ctype == "float" else f"{int(value)}"
+        case NullArg():
+            return f"({spec.ctype})0"
