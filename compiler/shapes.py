@@ -60,3 +60,14 @@ class TensorType:
 
 
 CACHE = TensorType("cache", ())
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of one step: the bounds of the symbols T, S and R, and the longest sequence."""
+
+    max_tokens: int
+    max_sequences: int
+    max_rows: int
+    max_context: int
+    """Most tokens of a sequence, prompt and output together."""
