@@ -1,8 +1,8 @@
 """CPU code generation: kernels and the step become one shared library for each ISA level.
 
 A kernel is compiled on its own into an object of the content-addressed cache, since it does not depend on a plan's
-shapes; only the step, which is a list of calls, is new for each plan. Libraries need nothing but libc's memory and clock
-functions, so that they load on any x86-64 Linux.
+shapes; only the step, which is a list of calls, is new for each plan. Libraries need libc's memory and clock
+functions alone, so that they load on any x86-64 Linux.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...kernels_templates.registry import FAMILIES
 from ...kernels_templates.render import Isa, arguments, render, render_template, signature
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import (
-    Arg,
     ArenaArg,
+    Arg,
     Bucket,
     CacheArg,
     ConstArg,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,12 +13,11 @@ from ..plan import Plan
 from ..step import StepBatch, StepResult
 
 
-class Ticket(Protocol):
-    """A submitted step."""
+@dataclass(frozen=True)
+class Ticket:
+    """A submitted step. Tickets of a device are numbered in order of submission and retire in that order."""
 
-    @property
-    def number(self) -> int:
-        """Tickets of a device are numbered in order of submission and retire in that order."""
+    number: int
 
 
 class Device(Protocol):

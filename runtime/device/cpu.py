@@ -1,0 +1,306 @@
+"""The CPU device: the plan's library, its weights in memory, and a team of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import InternalError, UserError
+from ..load import verify_file
+from ..options import EngineOptions
+from ..plan import Bucket, Library, Plan
+from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
+from .base import Ticket
+from .machine import available_memory, cpu_flags, usable_cores
+
+Bytes = npt.NDArray[np.uint8]
+_READ = 16 << 20
+"""Bytes a weight reader takes at once."""
+
+
+class _Step(ctypes.Structure):
+    """`toolkit_step` of kernels_templates/cpu/abi.h.j2."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("T", "S", "R", "groups")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("tokens", "positions", "seq_start", "context", "rows", "slots", "pages", "page_stride"),
+                *("results", "top_tokens", "top_logprobs", "profile"),
+            )
+        ),
+    )
+
+
+class _Model(ctypes.Structure):
+    """`toolkit_model` of kernels_templates/cpu/abi.h.j2."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("arena", "weights", "caches", "layer_stride")),
+        ("threads", ctypes.c_int32),
+    )
+
+
+class CpuDevice:
+    """Runs a plan's steps on this machine's cores (see `device.base.Device`)."""
+
+    queue_depth = 1
+
+    def __init__(self, directory: Path, plan: Plan, options: EngineOptions) -> None:
+        """Raises UserError if the CPU lacks what the plan needs or the memory does not suffice."""
+        self.plan = plan
+        self.threads = options.threads or usable_cores()
+        budget = _budget(options)
+        library = choose_library(plan.libraries, cpu_flags())
+        if options.verify:
+            verify_file(directory, library.file, library.sha256)
+        self._library = _open_library(directory / library.file)
+        self.isa = library.isa
+        self.pages = plan_pages(plan, budget)
+        self._weights = _load_weights(directory, plan, options.verify)
+        self._arena = _allocate(plan.memory.arena)
+        self._caches = [
+            _allocate(len(cache.layers) * pages * cache.page_bytes)
+            for cache, pages in zip(plan.caches, self.pages, strict=True)
+        ]
+        self._open()
+        self._tickets = 0
+
+    def _open(self) -> None:
+        plan = self.plan
+        pointers = np.zeros(max(1, len(plan.weights)), np.uint64)
+        for index, (_, weight) in enumerate(sorted(plan.weights.items())):
+            pointers[index] = self._weights[weight.file].ctypes.data + weight.offset
+        strides = [pages * cache.page_bytes for cache, pages in zip(plan.caches, self.pages, strict=True)]
+        self._tables = (
+            pointers,
+            np.array([cache.ctypes.data for cache in self._caches], np.uint64),
+            np.array(strides, np.int64),
+        )
+        self._page_limit = np.array(self.pages)
+        groups = len(plan.caches)
+        self._group_pointers = np.zeros((2, groups), np.uint64)
+        self._page_stride = np.zeros(groups, np.int32)
+        rows = max(bucket.max_rows for bucket in plan.buckets)
+        self._results = np.zeros(rows, RESULT)
+        self._top_tokens = np.zeros((rows, MAX_TOP), np.int32)
+        self._top_logprobs = np.zeros((rows, MAX_TOP), np.float32)
+        self._state = _allocate(self._library.toolkit_state_bytes())
+        model = _Model(self._arena.ctypes.data, *(table.ctypes.data for table in self._tables), self.threads)
+        self._library.toolkit_open(self._state.ctypes.data, ctypes.byref(model))
+        self._step = _Step(
+            groups=groups,
+            slots=self._group_pointers[0].ctypes.data,
+            pages=self._group_pointers[1].ctypes.data,
+            page_stride=self._page_stride.ctypes.data,
+            results=self._results.ctypes.data,
+            top_tokens=self._top_tokens.ctypes.data,
+            top_logprobs=self._top_logprobs.ctypes.data,
+        )
+        self._step_reference = ctypes.byref(self._step)
+        self._workers = [
+            threading.Thread(
+                target=self._library.toolkit_worker,
+                args=(self._state.ctypes.data, tid),
+                daemon=True,
+                name=f"kernel-{tid}",
+            )
+            for tid in range(1, self.threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def submit(self, batch: StepBatch) -> Ticket:
+        """Run a step. Raises InternalError if the batch exceeds every bucket or a page is out of range."""
+        return self._run(batch, None)
+
+    def _run(self, batch: StepBatch, profile: npt.NDArray[np.uint64] | None) -> Ticket:
+        self._check(batch)
+        step, rows = self._step, len(batch.rows)
+        step.T, step.S, step.R = len(batch.tokens), len(batch.context), rows
+        step.tokens = batch.tokens.ctypes.data
+        step.positions = batch.positions.ctypes.data
+        step.seq_start = batch.seq_start.ctypes.data
+        step.context = batch.context.ctypes.data
+        step.rows = batch.rows.ctypes.data
+        step.profile = None if profile is None else profile.ctypes.data
+        for group, (slots, pages) in enumerate(zip(batch.slots, batch.pages, strict=True)):
+            self._group_pointers[0, group] = slots.ctypes.data
+            self._group_pointers[1, group] = pages.ctypes.data
+            self._page_stride[group] = pages.shape[1]
+        before = time.perf_counter()
+        status = self._library.toolkit_run(self._state.ctypes.data, self._step_reference)
+        seconds = time.perf_counter() - before
+        if status:
+            raise InternalError(f"no bucket fits a step of {step.T} tokens, {step.S} sequences and {rows} rows")
+        self._tickets += 1
+        self._result = StepResult(self._results[:rows], self._top_tokens[:rows], self._top_logprobs[:rows], seconds)
+        return Ticket(self._tickets)
+
+    def _check(self, batch: StepBatch) -> None:
+        """The library trusts its inputs, so what could make it read or write elsewhere is refused here."""
+        tokens = len(batch.tokens)
+        if not self._state.size:
+            raise InternalError("a step was submitted to a closed device")
+        if tokens == 0 or batch.seq_start[0] != 0 or batch.seq_start[-1] != tokens or len(batch.positions) != tokens:
+            raise InternalError(f"a step's sequences do not cover its {tokens} tokens")
+        if batch.tokens.min() < 0 or batch.tokens.max() >= self.plan.model.vocab_size:
+            raise InternalError("a step has a token outside the vocabulary")
+        for cache, slots, pages, limit in zip(self.plan.caches, batch.slots, batch.pages, self.pages, strict=True):
+            if len(slots) != tokens or slots.min() < 0 or slots.max() >= limit * cache.page_tokens:
+                raise InternalError("a step writes a page that does not exist")
+            if pages.min() < 0 or pages.max() >= limit or int(batch.context.max()) > pages.shape[1] * cache.page_tokens:
+                raise InternalError("a step reads a page that does not exist")
+
+    def poll(self, ticket: Ticket) -> StepResult:
+        """The step's result: on CPU `submit` returns when it is there."""
+        if ticket.number != self._tickets:
+            raise InternalError(f"step {ticket.number} was polled after step {self._tickets} was submitted")
+        return self._result
+
+    wait = poll
+
+    def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (source, destination) over all layers of a group."""
+        cache = self.plan.caches[group]
+        pages = self._caches[group].reshape(len(cache.layers), self.pages[group], cache.page_bytes)
+        for source, destination in pairs:
+            pages[:, destination] = pages[:, source]
+
+    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
+        """Run a step with a barrier and a clock around every launch; seconds by launch of the bucket it ran in."""
+        bucket = find_bucket(self.plan, batch)
+        times = np.zeros(len(bucket.forward) + len(bucket.sample), np.uint64)
+        self._run(batch, times)
+        return times.astype(np.float64) * 1e-9
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held, by kind."""
+        return {
+            "weights": sum(array.nbytes for array in self._weights.values()),
+            "arena": self._arena.nbytes,
+            "kv": sum(cache.nbytes for cache in self._caches),
+            "host": self._top_tokens.nbytes + self._top_logprobs.nbytes + self._results.nbytes,
+        }
+
+    def close(self) -> None:
+        """Stop the threads and release the memory."""
+        if not self._state.size:
+            return
+        self._library.toolkit_close(self._state.ctypes.data)
+        for worker in self._workers:
+            worker.join()
+        self._state = self._arena = np.zeros(0, np.uint8)
+        self._weights, self._caches = {}, []
+
+
+def find_bucket(plan: Plan, batch: StepBatch) -> Bucket:
+    """The first bucket that a batch fits."""
+    size = (len(batch.tokens), len(batch.context), len(batch.rows))
+    for bucket in plan.buckets:
+        limits = (bucket.max_tokens, bucket.max_sequences, bucket.max_rows)
+        if all(count <= limit for count, limit in zip(size, limits, strict=True)):
+            return bucket
+    raise InternalError(f"no bucket fits a step of {size[0]} tokens, {size[1]} sequences and {size[2]} rows")
+
+
+def choose_library(libraries: Sequence[Library], flags: frozenset[str]) -> Library:
+    """The last library that a CPU with these flags can run; raises UserError naming what is missing if none."""
+    usable = [library for library in libraries if flags.issuperset(library.requires)]
+    if usable:
+        return usable[-1]
+    lowest = libraries[0]
+    missing = ", ".join(sorted(set(lowest.requires) - flags))
+    raise UserError(f"this plan needs an {lowest.isa} CPU, but this one lacks {missing}")
+
+
+def plan_pages(plan: Plan, budget: int) -> tuple[int, ...]:
+    """Pages of each cache group within `budget` bytes for everything the plan needs; page 0 is the trash page.
+
+    No group gets more than every sequence at full length could use. Raises UserError, saying what would fit, if not
+    even one full-length sequence does.
+    """
+    fixed = plan.memory.arena + plan.memory.weights + plan.memory.host
+    full = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
+    costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
+    one = sum(pages * cost for pages, cost in zip(full, costs, strict=True))
+    spare = budget - fixed - sum(costs)
+    if spare < one:
+        fits = max(0, int(spare / plan.kv_bytes_per_token)) if plan.caches else 0
+        raise UserError(
+            f"the plan needs {_mib(fixed)} for weights and activations and {_mib(one + sum(costs))} for one "
+            f"sequence of {plan.model.max_context} tokens, but the memory limit is {_mib(budget)}: raise --memory, or "
+            f"compile with --max-context {fits} or fewer bits a weight"
+        )
+    share = min(spare / one, plan.max_batch) if one else 1
+    return tuple(int(pages * share) + 1 for pages in full)
+
+
+def _budget(options: EngineOptions) -> int:
+    return int(options.memory if options.memory > 1 else options.memory * available_memory())
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def _allocate(size: int) -> Bytes:
+    """Zeroed, page-aligned memory that costs nothing until it is touched, in huge pages where the kernel has them."""
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    if size >= 4 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
+        region.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(region, np.uint8)
+
+
+def _open_library(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UserError(f"can't load the plan's kernels: {error}; compile the plan again") from None
+    library.toolkit_abi.restype = ctypes.c_char_p
+    library.toolkit_state_bytes.restype = ctypes.c_int64
+    library.toolkit_open.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.toolkit_worker.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    library.toolkit_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.toolkit_close.argtypes = [ctypes.c_void_p]
+    abi = library.toolkit_abi().decode()
+    if abi != ABI_HASH:
+        raise UserError(f"{path.name} was built for device interface {abi}, this toolkit has {ABI_HASH}: compile again")
+    return library
+
+
+def _load_weights(directory: Path, plan: Plan, verify: bool) -> dict[str, Bytes]:
+    """Each weight file as one block of memory; reading and hashing go on side by side."""
+    blocks = {file.file: _allocate(file.bytes) for file in plan.weight_files}
+    with ThreadPoolExecutor(4) as pool:
+        reads = [
+            pool.submit(_read, directory / file, block, start)
+            for file, block in blocks.items()
+            for start in range(0, block.size, _READ)
+        ]
+        checks = [pool.submit(verify_file, directory, file.file, file.sha256) for file in plan.weight_files if verify]
+        for job in (*reads, *checks):
+            job.result()
+    return blocks
+
+
+def _read(path: Path, block: Bytes, start: int) -> None:
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(start)
+        view = memoryview(block.data)[start : start + _READ]
+        while view:
+            count = stream.readinto(view)
+            if not count:
+                raise UserError(f"{path.name} ended too early: the plan is damaged; compile it again")
+            view = view[count:]
