@@ -1,4 +1,4 @@
-"""What plans are compiled for: instruction sets, cache formats and limits of a target, and the names users give them."""
+"""What plans are compiled for: a target's instruction sets, cache formats and limits, and the names users give."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Target:
             raise UserError(f"--max-batch must be at least 1, found {batch}")
         if not 1 <= context <= model_context:
             raise UserError(
-                f"--max-context must be 1 to {model_context}, the longest sequence this model was made for, found {context}"
+                f"--max-context must be 1 to {model_context}, the most this model was made for, found {context}"
             )
         return Bounds(
             max_tokens=max(self.max_tokens, batch),
