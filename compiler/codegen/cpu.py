@@ -45,19 +45,21 @@ SPINS = 4000
 
 @dataclass(frozen=True)
 class IsaLevel:
-    """One instruction set level: compiler flags, and the CPU flags that a machine must have."""
+    """One instruction set level: how gcc and clang, and how zig spell it, and the CPU flags a machine must have."""
 
     name: Isa
     flags: tuple[str, ...]
+    zig_flags: tuple[str, ...]
     requires: tuple[str, ...]
 
 
 _V3 = ("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 ISA_LEVELS: tuple[IsaLevel, ...] = (
-    IsaLevel("x86-64-v3", ("-march=x86-64-v3",), _V3),
+    IsaLevel("x86-64-v3", ("-march=x86-64-v3",), ("-mcpu=x86_64_v3",), _V3),
     IsaLevel(
         "x86-64-v4",
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        ("-mcpu=x86_64_v4+avx512vnni+avx512bf16",),
         (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
     ),
 )
@@ -82,7 +84,13 @@ class Compiler:
     """A C++ compiler: the command that starts it, and its version for cache keys and the plan's report."""
 
     command: tuple[str, ...]
-    version: str
+    version: str = ""
+
+    def target_flags(self, level: IsaLevel) -> tuple[str, ...]:
+        """Flags that choose the instruction set."""
+        if "ziglang" in self.command:
+            return ("-target", "x86_64-linux-gnu.2.17", *level.zig_flags)
+        return level.flags
 
 
 @cache
@@ -94,26 +102,20 @@ def find_compiler() -> Compiler:
     chosen = os.environ.get("CXX")
     candidates = [(chosen,)] if chosen else [("g++",), ("clang++",), (sys.executable, "-m", "ziglang", "c++")]
     for command in candidates:
-        if (compiler := _try_compiler(command)) is not None:
-            return compiler
+        if _works(Compiler(command)):
+            version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+            return Compiler(command, version.splitlines()[0] if version else command[0])
     wanted = f"$CXX ({chosen})" if chosen else "g++ (11 or newer), clang++ or the ziglang package"
     raise UserError(f"compiling for cpu needs a C++ compiler, but {wanted} does not work here: install `ziglang`")
 
 
-def _try_compiler(command: tuple[str, ...]) -> Compiler | None:
-    if shutil.which(command[0]) is None:
-        return None
+def _works(compiler: Compiler) -> bool:
+    if shutil.which(compiler.command[0]) is None:
+        return False
     with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / "probe.cpp"
-        probe.write_text("int probe(void) { return 0; }\n")
-        flags = (*_COMPILE_FLAGS, *ISA_LEVELS[-1].flags)
-        ran = subprocess.run(
-            [*command, *flags, "-c", str(probe), "-o", f"{folder}/probe.o"], capture_output=True, check=False
-        )
-        if ran.returncode:
-            return None
-    version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
-    return Compiler(command, version.splitlines()[0] if version else command[0])
+        Path(folder, "probe.cpp").write_text("int probe(void) { return 0; }\n")
+        command = [*compiler.command, *_COMPILE_FLAGS, *compiler.target_flags(ISA_LEVELS[-1]), "-c", "probe.cpp"]
+        return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
 
 
 def _run(command: Sequence[str], folder: Path, what: str) -> None:
@@ -125,7 +127,7 @@ def _run(command: Sequence[str], folder: Path, what: str) -> None:
 def compile_object(source: str, level: IsaLevel, name: str, optimize: str = "-O3") -> Path:
     """The cached object file of a C++ source for one ISA level. Raises InternalError with the compiler's message."""
     compiler = find_compiler()
-    flags = (optimize, *_COMPILE_FLAGS, *level.flags)
+    flags = (optimize, *_COMPILE_FLAGS, *compiler.target_flags(level))
 
     def make(path: Path) -> None:
         # Compiled under a fixed relative name, so that the object's bytes depend on nothing else.
@@ -179,8 +181,10 @@ def _compile_kernel(kernel: KernelSpec, level: IsaLevel) -> Path:
 def _link(objects: Sequence[Path], level: IsaLevel, directory: Path) -> Library:
     file = f"kernels/cpu-{level.name}.so"
     path = directory / file
-    flags = ("-shared", "-fPIC", "-nostdlib++", "-Wl,--build-id=none", "-Wl,-s", "-Wl,-z,noexecstack")
-    command = [*find_compiler().command, *flags, *map(str, objects), "-o", str(path.resolve()), "-lm"]
+    flags = ("-shared", "-fPIC", "-nodefaultlibs", "-Wl,--build-id=none", "-Wl,-s", "-Wl,-z,noexecstack")
+    compiler = find_compiler()
+    inputs = [*map(str, objects), "-o", str(path.resolve()), "-lm", "-lc"]
+    command = [*compiler.command, *compiler.target_flags(level), *flags, *inputs]
     _run(command, directory, f"linking {file}")
     data = path.read_bytes()
     return Library(level.name, file, len(data), hashlib.sha256(data).hexdigest(), level.requires)
