@@ -1,12 +1,15 @@
 """The op table: for every op kind its attributes, shape rule, numpy meaning and ONNX body.
 
-Adding an op is adding a row. Nothing else in the compiler switches on op kinds except lowering's own table.
+Adding an op is adding a row: a class in `ops_model.py`, `ops_tensor.py` or `ops_fused.py`, and a line below. Nothing else
+in the compiler switches on op kinds except lowering's own table and the patterns of passes.
 
 Notation: x[T,H] is a value with dims T and H; `?` marks an optional input. Optional inputs are listed by presence flags
-in the attributes (`has_bias`), since inputs are positional. Dtypes follow the first input unless said otherwise.
+in the attributes (`has_bias`), since inputs are positional. Dtypes follow the first input unless said otherwise. Axes are
+counted from the front (`GraphBuilder` and `complete` turn negative ones around).
 
 Tensor ops (as captured)
-  embedding   (table[V,H], ids[T]) -> [T,H]                       rows of a table; also `gather` of any constant table
+  embedding   (table[V,H], ids[T]) -> [T,H]                       rows of a table, times attr scale; also `gather` of any
+                                                                  constant table
   linear      (x[..,K], w[N,K], b[N]?, e1, e2 ..) -> [..,N]       attrs has_bias, epilogue: "" or an expression in which
                                                                   in0 is x @ w.T + b and in1.. are the extra inputs e1..
                                                                   (each [..,N] or [N]); passes fill it
@@ -40,10 +43,12 @@ Ops made by passes
   act_mul     (gate_up[T,2F]) -> [T,F]                            attrs kind: act(x[:, :F]) * x[:, F:]
   split_act_mul (gate[T,F], up[T,F]) -> [T,F]                     the same for two values
   rope_kv_write (qkv[T,(Hq+2Hk)*D], cos, sin, qw?, kw?, cache) -> (q[T,Hq,D], cache')
-                                                                  attrs heads, kv_heads, head_dim, style, has_rope,
-                                                                  has_qk_norm, norm kind/eps/offset; normalizes and rotates
-                                                                  q and k, writes k and v at the step's slots. Queries
-                                                                  are first, then keys, then values
+                                                                  attrs heads, kv_heads, head_dim, has_rope, style,
+                                                                  has_qk_norm, and the norm's kind, eps, offset;
+                                                                  normalizes and rotates q and k, writes k and v at the
+                                                                  step's slots. Queries are first, then keys, then
+                                                                  values. Absent: cos, sin without has_rope, qw, kw
+                                                                  (each [D]) without has_qk_norm
   kv_write    (k[T,Hk,D], v[T,Hk,Dv], cache) -> cache'            the unfused form
   paged_attention (q[T,Hq,D], cache, sinks?) -> [T,Hq,Dv]         attrs of attention plus kv_heads, value_dim
   pointwise   (a[T,..], b, ..) -> [T,..]                          attrs expr over in0, in1 .., in the language of
@@ -52,3 +57,129 @@ Ops made by passes
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from . import ops_fused, ops_model, ops_tensor
+from .ir import Attr, Cache, Graph, Op, Param, Source, Value
+from .op_spec import Attrs, OpSpec, Types, ir_dtype
+from .shapes import CACHE, DType, Shape, TensorType
+from .weights import Constant, Piece, Recipe
+
+OPS: Mapping[str, OpSpec] = MappingProxyType(
+    {row.kind: row for row in (*ops_model.ROWS, *ops_tensor.ROWS, *ops_fused.ROWS)}
+)
+
+
+NO_SOURCE = Source()
+
+
+def complete(kind: str, types: Types, attrs: Attrs) -> dict[str, Attr]:
+    """Every attribute of an op: the given ones, defaults for the others, and axes counted from the front.
+
+    Raises ValueError for an unknown op and for a missing, unknown or mistyped attribute.
+    """
+    if kind not in OPS:
+        raise ValueError(f"expected an op of the op table, found {kind!r}")
+    specs = OPS[kind].attrs
+    if unknown := sorted(set(attrs) - set(specs)):
+        raise ValueError(f"{kind} has attributes {', '.join(specs) or 'none'}, found {', '.join(unknown)}")
+    full: dict[str, Attr] = {}
+    for name, spec in specs.items():
+        value = attrs.get(name, spec.default)
+        if spec.type == "float" and type(value) is int:
+            value = float(value)
+        if value is None or not spec.accepts(value):
+            wanted = " or ".join(spec.choices) or spec.type
+            raise ValueError(f"{kind} needs attribute {name}: {wanted}, found {value!r}")
+        full[name] = value
+    axis = full.get("axis")
+    if isinstance(axis, int) and axis < 0 and types:
+        full["axis"] = axis + len(types[0].shape)
+    return full
+
+
+def make_op(
+    kind: str, inputs: Sequence[Value], names: Sequence[str], attrs: Attrs | None = None, source: Source = NO_SOURCE
+) -> Op:
+    """An op with complete attributes and inferred output types. Raises ValueError where it would be illegal."""
+    types = [value.type for value in inputs]
+    full = complete(kind, types, attrs or {})
+    try:
+        results = OPS[kind].infer(types, full)
+    except ValueError as error:
+        raise ValueError(f"{kind}: {error}") from None
+    outputs = tuple(Value(name, result) for name, result in zip(names, results, strict=True))
+    return Op(kind, tuple(inputs), outputs, full, source)
+
+
+class GraphBuilder:
+    """Builds a graph op by op; every op is checked as it is added.
+
+    Names are hints: a name that is taken gets a number appended.
+    """
+
+    def __init__(self) -> None:
+        self._inputs: list[Value] = []
+        self._params: list[Param] = []
+        self._caches: list[Cache] = []
+        self._ops: list[Op] = []
+        self._taken: set[str] = set()
+
+    def fresh(self, hint: str) -> str:
+        """A name that no value of the graph has."""
+        name, number = hint, 0
+        while name in self._taken:
+            number += 1
+            name = f"{hint}_{number}"
+        self._taken.add(name)
+        return name
+
+    def input(self, name: str, dtype: DType, shape: Shape) -> Value:
+        """A step input."""
+        value = Value(self.fresh(name), TensorType(dtype, shape))
+        self._inputs.append(value)
+        return value
+
+    def param(self, name: str, shape: Shape, recipe: Recipe | str | None = None) -> Value:
+        """A float32 weight; a recipe that is a string, or the name by default, is one checkpoint tensor."""
+        made = recipe if isinstance(recipe, Recipe) else Recipe((Piece(recipe or name),))
+        value = Value(self.fresh(name), TensorType("float32", shape))
+        self._params.append(Param(value, made))
+        return value
+
+    def constant(self, name: str, array: npt.NDArray[np.generic]) -> Value:
+        """An array that is part of the graph."""
+        value = Value(self.fresh(name), TensorType(ir_dtype(array), array.shape))
+        self._params.append(Param(value, Recipe(constant=Constant(array))))
+        return value
+
+    def cache(self, layer: int, heads: int, key_dim: int, value_dim: int, window: int = 0) -> Value:
+        """The initial state of a layer's K/V cache."""
+        value = Value(self.fresh(f"cache{layer}"), CACHE)
+        self._caches.append(Cache(value, layer, heads, key_dim, value_dim, window))
+        return value
+
+    def ops(
+        self, kind: str, /, *inputs: Value, names: Sequence[str] = (), source: Source = NO_SOURCE, **attrs: Attr
+    ) -> tuple[Value, ...]:
+        """Append an op and return its outputs. Raises ValueError where it would be illegal."""
+        full = complete(kind, [value.type for value in inputs], attrs)
+        count = len(OPS[kind].infer([value.type for value in inputs], full))
+        hints = names or [kind] * count
+        op = make_op(kind, inputs, [self.fresh(hint) for hint in hints], full, source)
+        self._ops.append(op)
+        return op.outputs
+
+    def op(self, kind: str, /, *inputs: Value, name: str = "", source: Source = NO_SOURCE, **attrs: Attr) -> Value:
+        """Append an op with one output and return that."""
+        (value,) = self.ops(kind, *inputs, names=(name or kind,), source=source, **attrs)
+        return value
+
+    def build(self, *outputs: Value) -> Graph:
+        """The graph with these outputs."""
+        return Graph(tuple(self._inputs), tuple(self._params), tuple(self._ops), outputs, tuple(self._caches))
