@@ -48,6 +48,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (1 <= self.n <= 128, f"n must be 1 to 128, not {self.n}"),
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
             (self.min_tokens >= 0, f"min_tokens must be at least 0, not {self.min_tokens}"),
+            (
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"min_tokens must be at most max_tokens, not {self.min_tokens} > {self.max_tokens}",
+            ),
             (0.0 <= self.temperature <= 100.0, f"temperature must be 0 to 100, not {self.temperature}"),
             (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p}"),
             (self.top_k >= -1, f"top_k must be -1, 0 or more, not {self.top_k}"),
@@ -125,6 +129,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int
     top: list[tuple[int, float]]
+    row: bytes = b""
+    """With `prompt_logprobs` -1, the whole vocabulary's log-probabilities by token id, little-endian float32; `top` is
+    then empty."""
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
