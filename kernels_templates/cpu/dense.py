@@ -1,7 +1,214 @@
-"""CPU kernel families other than matrix products: norms, rotary embedding, attention, pointwise work and sampling."""
+"""CPU kernel families other than matrix products: norms, rotary embedding, attention, pointwise work and sampling.
+
+Activations are float32 and row-major. Any number of threads may share a call; no result depends on how many.
+"""
 
 from __future__ import annotations
 
-from ..catalog import Family
+from ..catalog import ArgSpec, Family, ParamValue
 
-FAMILIES: tuple[Family, ...] = ()
+GATED_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu", "tanh")
+KV_DTYPES = ("float32", "float16", "bfloat16")
+BOOLS = (False, True)
+ANY: tuple[ParamValue, ...] = ()
+POINTWISE_INPUTS = 8
+
+
+def _in(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "const float *", "in", when)
+
+
+def _weight(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "const float *", "weight", when)
+
+
+def _out(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "float *", "out", when)
+
+
+def _q8(when: str) -> ArgSpec:
+    return ArgSpec("q8", "uint8_t *", "out", when)
+
+
+def _step_input(name: str, ctype: str = "const int32_t *") -> ArgSpec:
+    return ArgSpec(name, ctype, "input")
+
+
+def _dim(name: str) -> ArgSpec:
+    return ArgSpec(name, "int32_t", "dim")
+
+
+def _int(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "int32_t", "const", when)
+
+
+def _float(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "float", "const", when)
+
+
+_CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
+_CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
+
+TAKE_ROWS = Family(
+    name="take_rows",
+    template="cpu/take_rows.cpp.j2",
+    params={},
+    args=(_in("x"), _step_input("rows", "const toolkit_row *"), _out("out"), _dim("R"), _int("W")),
+    ops=("take_rows",),
+    doc="out[r] = x[rows[r].token] for x[T, W].",
+)
+
+COPY = Family(
+    name="copy",
+    template="cpu/copy.cpp.j2",
+    params={},
+    args=(
+        *(_in("x"), _out("out"), _dim("rows"), _int("width")),
+        *(_int("x_stride"), _int("x_offset"), _int("out_stride"), _int("out_offset")),
+    ),
+    ops=("slice", "concat"),
+    doc="Copies `width` floats a row between rows of different strides: slices and concatenations of the last axis.",
+)
+
+NORM = Family(
+    name="norm",
+    template="cpu/norm.cpp.j2",
+    params={
+        "kind": ("rms", "layer", "l2"),
+        **dict.fromkeys(("has_weight", "has_bias", "has_residual", "float_out", "q8_out"), BOOLS),
+    },
+    args=(
+        *(_in("x"), _in("residual", "has_residual")),
+        *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
+        *(_out("sum_out", "has_residual"), _out("out", "float_out"), _q8("q8_out")),
+        *(_dim("rows"), _int("W"), _float("eps"), _float("offset")),
+    ),
+    ops=("norm", "add_norm"),
+    doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias, as floats, as q8 "
+    "or both. q8 needs W to be a multiple of 32.",
+)
+
+ACT_MUL = Family(
+    name="act_mul",
+    template="cpu/act_mul.cpp.j2",
+    params={"kind": GATED_KINDS, "float_out": BOOLS, "q8_out": BOOLS},
+    args=(_in("x"), _out("out", "float_out"), _q8("q8_out"), _dim("T"), _int("F")),
+    ops=("act_mul",),
+    doc="out[t] = act(x[t, :F]) * x[t, F:], as floats, as q8 or both. q8 needs F to be a multiple of 32.",
+)
+
+POINTWISE = Family(
+    name="pointwise",
+    template="cpu/pointwise.cpp.j2",
+    params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1"))},
+    args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
+    ops=("pointwise", "split_act_mul"),
+    doc="An expression over inputs [rows, W] (t), [W] (n) and [rows, 1] (1).",
+)
+
+ROPE = Family(
+    name="rope",
+    template="cpu/rope.cpp.j2",
+    params={"head_dim": ANY, "rotary": ANY, "style": ("half", "pair")},
+    args=(
+        *(_in("x"), _in("cos"), _in("sin"), _out("out")),
+        *(_dim("T"), _int("heads"), _int("x_stride")),
+    ),
+    ops=("rope",),
+    doc="Rotates the first `rotary` columns of every head of x[T, heads, head_dim] by cos and sin [T, rotary / 2]. "
+    "`x_stride` is the number of floats from one token of x to the next; out is contiguous.",
+)
+
+ROPE_KV_WRITE = Family(
+    name="rope_kv_write",
+    template="cpu/rope_kv_write.cpp.j2",
+    params={
+        "head_dim": ANY,
+        "rotary": ANY,
+        "style": ("half", "pair"),
+        "has_rope": BOOLS,
+        "qk_norm": ("", "rms", "layer"),
+        "dtype": KV_DTYPES,
+    },
+    args=(
+        *(_in("qkv"), _in("cos", "has_rope"), _in("sin", "has_rope")),
+        *(_weight("q_weight", "qk_norm"), _weight("k_weight", "qk_norm")),
+        *(_step_input("slots"), _CACHE_OUT, _out("out")),
+        *(_dim("T"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("eps"), _float("offset")),
+    ),
+    ops=("rope_kv_write",),
+    doc="Splits qkv[T, (heads + 2 kv_heads) * head_dim], normalizes and rotates queries and keys, writes keys and "
+    "values to the cache at the step's slots, and queries to out[T, heads, head_dim].",
+)
+
+KV_WRITE = Family(
+    name="kv_write",
+    template="cpu/kv_write.cpp.j2",
+    params={"key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
+    args=(
+        *(_in("k"), _in("v"), _step_input("slots"), _CACHE_OUT),
+        *(_dim("T"), _int("kv_heads"), _int("page_tokens"), _int("k_stride"), _int("v_stride")),
+    ),
+    ops=("kv_write",),
+    doc="Writes k[T, kv_heads, key_dim] and v[T, kv_heads, value_dim] to the cache at the step's slots; the strides "
+    "are floats from one token to the next.",
+)
+
+ATTENTION = Family(
+    name="attention",
+    template="cpu/attention.cpp.j2",
+    params={
+        "key_dim": ANY,
+        "value_dim": ANY,
+        "dtype": KV_DTYPES,
+        **dict.fromkeys(("has_window", "has_softcap", "has_sinks"), BOOLS),
+    },
+    args=(
+        *(_in("q"), _CACHE_IN, _step_input("pages"), _int("page_stride")),
+        *(_step_input("seq_start"), _step_input("context"), _weight("sinks", "has_sinks"), _out("out")),
+        *(_dim("S"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("scale")),
+        *(_int("window", "has_window"), _float("softcap", "has_softcap")),
+    ),
+    ops=("paged_attention",),
+    doc="Causal attention of q[T, heads, key_dim] over the pages of each sequence, for decode and prefill alike, to "
+    "out[T, heads, value_dim]. A query's result is the same to the bit in any batch and any chunking of its prompt.",
+)
+
+REDUCE = Family(
+    name="reduce",
+    template="cpu/reduce.cpp.j2",
+    params={"op": ("sum", "mean", "max")},
+    args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
+    ops=("reduce",),
+    doc="out[r] = sum, mean or maximum of x[r, :W].",
+)
+
+SOFTMAX = Family(
+    name="softmax",
+    template="cpu/softmax.cpp.j2",
+    params={},
+    args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
+    ops=("softmax",),
+    doc="Softmax over rows of W.",
+)
+
+SAMPLE = Family(
+    name="sample",
+    template="cpu/sample.cpp.j2",
+    params={},
+    args=(
+        *(_in("logits"), _step_input("rows", "const toolkit_row *")),
+        ArgSpec("results", "toolkit_result *", "input"),
+        ArgSpec("top_tokens", "int32_t *", "input"),
+        ArgSpec("top_logprobs", "float *", "input"),
+        ArgSpec("scratch", "float *", "scratch"),
+        *(_dim("R"), _int("V")),
+    ),
+    ops=(),
+    doc="Draws a token from each row of logits[R, V], and reports log-probabilities; see ROW in runtime/step.py.",
+)
+
+FAMILIES: tuple[Family, ...] = (
+    *(TAKE_ROWS, COPY, NORM, ACT_MUL, POINTWISE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION, REDUCE, SOFTMAX, SAMPLE),
+)
+"""CPU kernel families of this module."""
