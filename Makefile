@@ -1,0 +1,47 @@
+# The two commands are `make demo` and `make test`; both make what they need.
+.DELETE_ON_ERROR:
+.PHONY: help install models demo test lint types bench docs clean
+
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+MODELS := .models
+INSTALLED := .venv/installed
+PYTEST_FLAGS ?= -n 2
+
+help:  ## Show the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+
+install: $(INSTALLED)  ## Create .venv with everything for compiling, serving and developing
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "toolkit needs Python 3.11 to 3.13; none was found: install one, or set PYTHON=" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[compile,dev]'
+	@touch $@
+
+models: $(INSTALLED)  ## Fetch the two small models that tests and benchmarks use
+	$(BIN)/python benchmarks/fetch_models.py $(MODELS) smollm2 gemma3
+
+demo: $(INSTALLED)  ## Compile a real model, serve it, and ask it a question over HTTP
+	$(BIN)/python benchmarks/fetch_models.py $(MODELS) smollm2
+	$(BIN)/python -m toolkit.cli.demo $(MODELS)/smollm2.gguf .demo
+
+test: models  ## Run all tests
+	TOOLKIT_TEST_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not gpu"
+
+lint: $(INSTALLED)  ## Check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)  ## Check types
+	$(BIN)/mypy --strict --explicit-package-bases src/toolkit tests
+
+bench: models  ## Measure against llama.cpp and print the figures with their ratios
+	$(BIN)/python benchmarks/run.py $(MODELS)
+
+docs: $(INSTALLED)  ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean:  ## Remove what the other targets made, models and .venv excepted
+	rm -rf .demo .bench site build .mypy_cache .ruff_cache .pytest_cache .hypothesis
