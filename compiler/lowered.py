@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..kernels_templates.catalog import KernelSpec
+from ..kernels_templates.packing import Layout
 from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, WeightArg
 from .ir import Param
 
@@ -34,7 +35,7 @@ class Weight:
     """A resident weight: its parameter, with the encoding it is stored in, and the layout its kernels read."""
 
     param: Param
-    layout: str
+    layout: Layout
 
 
 @dataclass(frozen=True)

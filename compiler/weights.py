@@ -24,7 +24,10 @@ class LazyTensor(Protocol):
         """How the checkpoint stores it."""
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
-        """Rows `start:stop` of the first axis, exactly as stored."""
+        """Rows `start:stop` of the first axis, exactly as stored.
+
+        Raises UserError naming the tensor if a number is NaN or infinite.
+        """
 
 
 class TensorSource(Protocol):

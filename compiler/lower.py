@@ -1,0 +1,465 @@
+"""Lowering: each fused op becomes calls of generated kernels over virtual buffers.
+
+`RULES` is the one table from op kinds to kernels; a kind without a row that has a pointwise expression becomes a
+`pointwise` kernel. A linear layer over affine weights reads 8-bit activations: they are quantized once for all the
+linear layers of a value, by the norm or activation that makes it where possible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+from ..kernels_templates.catalog import ParamValue
+from ..runtime.errors import InternalError, UserError
+from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg
+from .ir import Graph, Op, Value
+from .lowered import Argument, Lowered, place_barriers
+from .lowering import FLOAT_BYTES, Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
+from .op_spec import bool_attr, float_attr, int_attr, str_attr
+from .ops import OPS
+from .shapes import Shape, Sym, product
+from .targets import FloatDType, Target
+
+Rule = Callable[[Lowering, Op], None]
+
+MAX_EXTRAS = 4
+"""Extra inputs of a linear layer's epilogue."""
+MAX_POINTWISE = 8
+"""Inputs of a pointwise kernel."""
+
+
+def lower(graph: Graph, target: Target, dtype: FloatDType) -> Lowered:
+    """The kernel calls of a fused graph whose weight encodings are resolved; `dtype` is the model's.
+
+    Raises UserError naming every op that the target has no kernel for.
+    """
+    low = Lowering(graph, target, target.kv_dtype(dtype))
+    blockers: Counter[str] = Counter()
+    for op in graph.ops:
+        try:
+            _rule(op)(low, op)
+        except Unsupported as problem:
+            blockers[f"{label(op)}: {problem}"] += 1
+            for value in op.outputs:
+                low.put(value, _assumed(low, op, value))
+    if blockers:
+        raise UserError(f"target {target.name} can't run this model: it has no kernel for {'; '.join(blockers)}")
+    forward = len(low.calls)
+    _sample(low, graph.outputs[0])
+    calls = place_barriers(low.calls)
+    return Lowered(calls[:forward], calls[forward:], low.buffers, low.weights, low.caches)
+
+
+def _rule(op: Op) -> Rule:
+    if op.kind in RULES:
+        return RULES[op.kind]
+    if OPS[op.kind].expression(op.attrs, len(op.inputs)) is not None:
+        return _pointwise
+    return _no_kernel
+
+
+def _no_kernel(low: Lowering, op: Op) -> None:
+    raise Unsupported(f"({', '.join(str(value.type) for value in op.inputs)})")
+
+
+def _assumed(low: Lowering, op: Op, value: Value) -> Place:
+    """A place for the result of an op that has no kernel, so that the ops behind it can be checked too."""
+    if value.type.dtype == "cache":
+        return next(low.place(source) for source in op.inputs if source.type.dtype == "cache")
+    rows, width = rows_and_width(value)
+    return Rows(value.name, rows, width, width)
+
+
+# --- weights and activations ------------------------------------------------------------------------------------------
+
+
+def _embedding(low: Lowering, op: Op) -> None:
+    table, ids = op.inputs
+    rows, width = (static(size) for size in table.type.shape)
+    if not isinstance(low.place(ids), InputArg):
+        raise Unsupported(f"{ids} is computed, but ids must be a step input")
+    args: dict[str, Argument] = {
+        "weight": low.pointer(table),
+        "ids": low.pointer(ids),
+        "out": low.output(op.output),
+        "T": dim(product(ids.type.shape)),
+        "V": ConstArg(rows),
+        "W": ConstArg(width),
+        "scale": ConstArg(float_attr(op.attrs, "scale")),
+    }
+    params: dict[str, ParamValue] = {"encoding": low.encoding(table).name, "layout": low.weights[table.name].layout}
+    low.call("embedding", params, args, op, flops=width)
+
+
+def _take_rows(low: Lowering, op: Op) -> None:
+    x, rows = op.inputs
+    if low.place(rows) != InputArg("rows"):
+        raise Unsupported(f"{rows} is not the step input `rows`")
+    args: dict[str, Argument] = {
+        "x": low.pointer(x),
+        "rows": InputArg("rows"),
+        "out": low.output(op.output),
+        "R": dim(rows.type.shape[0]),
+        "W": ConstArg(static(x.type.shape[1])),
+    }
+    low.call("take_rows", {}, args, op)
+
+
+def _linear(low: Lowering, op: Op) -> None:
+    x, weight = op.inputs[:2]
+    columns, inner = (static(size) for size in weight.type.shape)
+    rows = product(x.type.shape[:-1])
+    encoding = low.encoding(weight)
+    has_bias = bool_attr(op.attrs, "has_bias")
+    extras = op.inputs[2 + has_bias :]
+    if len(extras) > MAX_EXTRAS:
+        raise Unsupported(f"an epilogue with {len(extras)} extra inputs, more than {MAX_EXTRAS}")
+    args: dict[str, Argument] = {
+        "x": low.quantized(x) if encoding.kind == "affine" else low.pointer(x),
+        "weight": low.pointer(weight),
+        "rows": dim(rows),
+        "N": ConstArg(columns),
+        "K": ConstArg(inner),
+    }
+    if has_bias:
+        args["bias"] = low.pointer(op.inputs[2])
+    params: dict[str, ParamValue] = {
+        "encoding": encoding.name,
+        "has_bias": has_bias,
+        "epilogue": str_attr(op.attrs, "epilogue"),
+    }
+    for index in range(MAX_EXTRAS):
+        name = f"extra{index + 1}"
+        params[name] = ""
+        if index < len(extras):
+            params[name] = "t" if extras[index].type.shape == op.output.type.shape else "n"
+            args[name] = low.pointer(extras[index])
+    args["out"] = low.output(op.output)
+    low.call("linear", params, args, op, flops=2 * count(rows) * columns * inner)
+
+
+# --- norms and activations --------------------------------------------------------------------------------------------
+
+
+def _norm(low: Lowering, op: Op) -> None:
+    _emit_norm(low, op, op.inputs[0], None, op.inputs[1:])
+
+
+def _add_norm(low: Lowering, op: Op) -> None:
+    _emit_norm(low, op, op.inputs[0], op.inputs[1], op.inputs[2:])
+
+
+def _emit_norm(low: Lowering, op: Op, x: Value, residual: Value | None, weights: Sequence[Value]) -> None:
+    result = op.outputs[-1]
+    rows, width = rows_and_width(result)
+    if any(weight.type.shape != (width,) for weight in weights):
+        raise Unsupported(f"a norm over {width} columns with weights {', '.join(str(w.type) for w in weights)}")
+    args: dict[str, Argument] = {
+        "x": low.pointer(x),
+        "rows": dim(rows),
+        "W": ConstArg(width),
+        "eps": ConstArg(float_attr(op.attrs, "eps")),
+        "offset": ConstArg(float_attr(op.attrs, "offset")),
+    }
+    flags = [name for name in ("weight", "bias") if bool_attr(op.attrs, f"has_{name}")]
+    args |= {name: low.pointer(weight) for name, weight in zip(flags, weights, strict=True)}
+    if residual is not None:
+        args["residual"] = low.pointer(residual)
+        args["sum_out"] = low.output(op.outputs[0])
+    wanted, outputs = low.output_as_wanted(result)
+    params: dict[str, ParamValue] = {
+        "kind": str_attr(op.attrs, "kind"),
+        "has_weight": "weight" in flags,
+        "has_bias": "bias" in flags,
+        "has_residual": residual is not None,
+        **wanted,
+    }
+    low.call("norm", params, args | outputs, op, flops=6 * count(rows) * width)
+
+
+def _act_mul(low: Lowering, op: Op) -> None:
+    rows, width = rows_and_width(op.output)
+    args: dict[str, Argument] = {"x": low.pointer(op.inputs[0]), "T": dim(rows), "F": ConstArg(width)}
+    wanted, outputs = low.output_as_wanted(op.output)
+    params: dict[str, ParamValue] = {"kind": str_attr(op.attrs, "kind"), **wanted}
+    low.call("act_mul", params, args | outputs, op, flops=10 * count(rows) * width)
+
+
+def _pointwise(low: Lowering, op: Op) -> None:
+    if len(op.inputs) > MAX_POINTWISE:
+        raise Unsupported(f"a pointwise expression of {len(op.inputs)} inputs, more than {MAX_POINTWISE}")
+    axis, forms = broadcast_forms(op.output.type.shape, [value.type.shape for value in op.inputs])
+    expression = str(OPS[op.kind].expression(op.attrs, len(op.inputs)))
+    shape = op.output.type.shape
+    width = prod(static(size) for size in shape[axis:])
+    params: dict[str, ParamValue] = {"expr": expression, **{f"in{index}": "" for index in range(MAX_POINTWISE)}}
+    args: dict[str, Argument] = {"rows": dim(product(shape[:axis])), "W": ConstArg(width)}
+    for index, (value, form) in enumerate(zip(op.inputs, forms, strict=True)):
+        if isinstance(low.place(value), InputArg):
+            raise Unsupported(f"{value} is a step input of integers")
+        params[f"in{index}"] = form
+        args[f"in{index}"] = low.pointer(value)
+    args["out"] = low.output(op.output)
+    low.call("pointwise", params, args, op, flops=expression.count("(") * count(product(shape)))
+
+
+def broadcast_forms(out: Shape, inputs: Sequence[Shape]) -> tuple[int, list[str]]:
+    """Where to split the result's axes into rows and columns so that every input broadcasts over one side only.
+
+    Returns the first column axis, and for each input "t" (every element), "n" (one row) or "1" (one column). Raises
+    Unsupported if there is no such axis.
+    """
+    last = len(out) + (not out or isinstance(out[-1], Sym))
+    for axis in (*range(1, last), 0):
+        if any(isinstance(size, Sym) for size in out[axis:]):
+            continue
+        forms = [_form(out, shape, axis) for shape in inputs]
+        if all(forms):
+            return axis, forms
+    shapes = ", ".join(str(list(map(str, shape))) for shape in inputs)
+    raise Unsupported(f"broadcasting {shapes} along rows and columns at once")
+
+
+def _form(out: Shape, shape: Shape, axis: int) -> str:
+    full = (1,) * (len(out) - len(shape)) + shape
+    if full == out:
+        return "t"
+    if full[axis:] == out[axis:] and all(size == 1 for size in full[:axis]):
+        return "n"
+    if full[:axis] == out[:axis] and all(size == 1 for size in full[axis:]):
+        return "1"
+    return ""
+
+
+def _softmax(low: Lowering, op: Op) -> None:
+    _last_axis(op)
+    rows, width = rows_and_width(op.inputs[0])
+    args = {"x": low.pointer(op.inputs[0]), "out": low.output(op.output), "rows": dim(rows), "W": ConstArg(width)}
+    low.call("softmax", {}, args, op, flops=8 * count(rows) * width)
+
+
+def _reduce(low: Lowering, op: Op) -> None:
+    _last_axis(op)
+    rows, width = rows_and_width(op.inputs[0])
+    args = {"x": low.pointer(op.inputs[0]), "out": low.output(op.output), "rows": dim(rows), "W": ConstArg(width)}
+    low.call("reduce", {"op": str_attr(op.attrs, "op")}, args, op, flops=count(rows) * width)
+
+
+def _last_axis(op: Op) -> None:
+    axis, rank = int_attr(op.attrs, "axis"), len(op.inputs[0].type.shape)
+    if axis != rank - 1:
+        raise Unsupported(f"axis {axis} of {op.inputs[0].type}, only the last one can be reduced")
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def _rope(low: Lowering, op: Op) -> None:
+    x, cos, sin = op.inputs
+    tokens, heads, width = x.type.shape
+    place = low.as_rows(x, tokens)
+    args: dict[str, Argument] = {
+        "x": place.view,
+        "cos": low.pointer(cos),
+        "sin": low.pointer(sin),
+        "out": low.output(op.output),
+        "T": dim(tokens),
+        "heads": dim(heads),
+        "x_stride": ConstArg(place.stride),
+    }
+    params: dict[str, ParamValue] = {
+        "head_dim": static(width),
+        "rotary": 2 * static(cos.type.shape[1]),
+        "style": str_attr(op.attrs, "style"),
+    }
+    low.call("rope", params, args, op, flops=6 * static(heads) * static(width))
+
+
+def _rope_kv_write(low: Lowering, op: Op) -> None:
+    qkv, *rest, cache = op.inputs
+    heads, kv_heads = int_attr(op.attrs, "heads"), int_attr(op.attrs, "kv_heads")
+    storage = _cache(low, cache)
+    has_rope, has_norm = bool_attr(op.attrs, "has_rope"), bool_attr(op.attrs, "has_qk_norm")
+    names = (("cos", "sin") if has_rope else ()) + (("q_weight", "k_weight") if has_norm else ())
+    args: dict[str, Argument] = {name: low.pointer(value) for name, value in zip(names, rest, strict=True)}
+    args |= {
+        "qkv": low.pointer(qkv),
+        "slots": InputArg("slots", storage.group),
+        "cache": storage,
+        "out": low.output(op.outputs[0]),
+        "T": dim(qkv.type.shape[0]),
+        "heads": ConstArg(heads),
+        "kv_heads": ConstArg(kv_heads),
+        "page_tokens": ConstArg(low.target.page_tokens),
+        "eps": ConstArg(float_attr(op.attrs, "eps")),
+        "offset": ConstArg(float_attr(op.attrs, "offset")),
+    }
+    width = int_attr(op.attrs, "head_dim")
+    params: dict[str, ParamValue] = {
+        "head_dim": width,
+        "rotary": 2 * static(rest[0].type.shape[1]) if has_rope else 0,
+        "style": str_attr(op.attrs, "style"),
+        "has_rope": has_rope,
+        "qk_norm": str_attr(op.attrs, "kind") if has_norm else "",
+        "dtype": low.kv_dtype,
+    }
+    low.call("rope_kv_write", params, args, op, flops=8 * (heads + kv_heads) * width)
+    low.put(op.outputs[1], storage)
+
+
+def _kv_write(low: Lowering, op: Op) -> None:
+    k, v, cache = op.inputs
+    storage = _cache(low, cache)
+    tokens, kv_heads, key_dim = k.type.shape
+    keys, values = low.as_rows(k, tokens), low.as_rows(v, tokens)
+    args: dict[str, Argument] = {
+        "k": keys.view,
+        "v": values.view,
+        "slots": InputArg("slots", storage.group),
+        "cache": storage,
+        "T": dim(tokens),
+        "kv_heads": dim(kv_heads),
+        "page_tokens": ConstArg(low.target.page_tokens),
+        "k_stride": ConstArg(keys.stride),
+        "v_stride": ConstArg(values.stride),
+    }
+    params: dict[str, ParamValue] = {
+        "key_dim": static(key_dim),
+        "value_dim": static(v.type.shape[2]),
+        "dtype": low.kv_dtype,
+    }
+    low.call("kv_write", params, args, op)
+    low.put(op.output, storage)
+
+
+def _paged_attention(low: Lowering, op: Op) -> None:
+    q, cache = op.inputs[:2]
+    storage = _cache(low, cache)
+    window, softcap = int_attr(op.attrs, "window"), float_attr(op.attrs, "softcap")
+    has_sinks = bool_attr(op.attrs, "has_sinks")
+    if not bool_attr(op.attrs, "causal"):
+        raise Unsupported("attention that is not causal")
+    _, heads, key_dim = q.type.shape
+    args: dict[str, Argument] = {
+        "q": low.pointer(q),
+        "cache": storage,
+        "pages": InputArg("pages", storage.group),
+        "page_stride": InputArg("page_stride", storage.group),
+        "seq_start": InputArg("seq_start"),
+        "context": InputArg("context"),
+        "out": low.output(op.output),
+        "S": DimArg("S"),
+        "heads": dim(heads),
+        "kv_heads": ConstArg(int_attr(op.attrs, "kv_heads")),
+        "page_tokens": ConstArg(low.target.page_tokens),
+        "scale": ConstArg(float_attr(op.attrs, "scale")),
+    }
+    if has_sinks:
+        args["sinks"] = low.pointer(op.inputs[2])
+    if window:
+        args["window"] = ConstArg(window)
+    if softcap:
+        args["softcap"] = ConstArg(softcap)
+    params: dict[str, ParamValue] = {
+        "key_dim": static(key_dim),
+        "value_dim": int_attr(op.attrs, "value_dim"),
+        "dtype": low.kv_dtype,
+        "has_window": window > 0,
+        "has_softcap": softcap > 0,
+        "has_sinks": has_sinks,
+    }
+    low.call("attention", params, args, op)
+
+
+def _cache(low: Lowering, value: Value) -> CacheArg:
+    place = low.place(value)
+    if not isinstance(place, CacheArg):
+        raise InternalError(f"{value} is not the state of a cache")
+    return place
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _alias(low: Lowering, op: Op) -> None:
+    low.put(op.output, low.place(op.inputs[0]))
+
+
+def _cast(low: Lowering, op: Op) -> None:
+    source, target = op.inputs[0].type.dtype, op.output.type.dtype
+    if isinstance(low.place(op.inputs[0]), InputArg) or target in ("int32", "int64", "bool"):
+        raise Unsupported(f"{source} to {target}")
+    _alias(low, op)  # all floats are float32, and a bool is 0.0 or 1.0
+
+
+def _transpose(low: Lowering, op: Op) -> None:
+    shape, perm = op.inputs[0].type.shape, op.attrs["perm"]
+    assert isinstance(perm, tuple)
+    moved = [int(axis) for axis in perm if shape[int(axis)] != 1]
+    if moved != sorted(moved):
+        raise Unsupported(f"{op.inputs[0].type} by {perm}")
+    _alias(low, op)
+
+
+def _slice(low: Lowering, op: Op) -> None:
+    x = op.inputs[0]
+    axis, start, stop = (int_attr(op.attrs, name) for name in ("axis", "start", "stop"))
+    inner = prod(static(size) for size in x.type.shape[axis + 1 :])
+    place = low.as_rows(x, product(x.type.shape[:axis]))
+    view = Rows(place.buffer, place.rows, (stop - start) * inner, place.stride, place.offset + start * inner)
+    low.put(op.output, view)
+
+
+def _concat(low: Lowering, op: Op) -> None:
+    axis = int_attr(op.attrs, "axis")
+    shape = op.output.type.shape
+    rows = product(shape[:axis])
+    width = prod(static(size) for size in shape[axis:])
+    target = low.new_rows(op.output.name, rows, width)
+    low.put(op.output, target)
+    offset = 0
+    for value in op.inputs:
+        part = low.as_rows(value, rows)
+        low.copy(part, Rows(target.buffer, rows, part.width, width, offset), label(op))
+        offset += part.width
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+def _sample(low: Lowering, logits: Value) -> None:
+    rows, width = rows_and_width(logits)
+    args: dict[str, Argument] = {
+        "logits": low.pointer(logits),
+        "rows": InputArg("rows"),
+        "results": InputArg("results"),
+        "top_tokens": InputArg("top_tokens"),
+        "top_logprobs": InputArg("top_logprobs"),
+        "scratch": low.new_buffer("sample:scratch", rows, width * FLOAT_BYTES),
+        "R": dim(rows),
+        "V": ConstArg(width),
+    }
+    low.call("sample", {}, args, "sample", flops=8 * count(rows) * width)
+
+
+RULES: Mapping[str, Rule] = {
+    "embedding": _embedding,
+    "take_rows": _take_rows,
+    "linear": _linear,
+    "norm": _norm,
+    "add_norm": _add_norm,
+    "act_mul": _act_mul,
+    "softmax": _softmax,
+    "reduce": _reduce,
+    "rope": _rope,
+    "rope_kv_write": _rope_kv_write,
+    "kv_write": _kv_write,
+    "paged_attention": _paged_attention,
+    "reshape": _alias,
+    "cast": _cast,
+    "transpose": _transpose,
+    "slice": _slice,
+    "concat": _concat,
+}

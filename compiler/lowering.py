@@ -1,0 +1,364 @@
+"""The state of lowering: where each value lives, and the kernel calls so far. The rules in `lower.py` work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..kernels_templates.catalog import ArgSpec, KernelSpec, ParamValue
+from ..kernels_templates.packing import layout_bytes, q8_row_bytes
+from ..kernels_templates.reference import page_bytes
+from ..kernels_templates.registry import FAMILIES
+from ..kernels_templates.render import arguments
+from ..runtime.encodings import FLOAT32, Encoding
+from ..runtime.errors import InternalError
+from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, WeightArg
+from .ir import Graph, Op, Param, Value
+from .lowered import Argument, Call, View, VirtualBuffer, Weight
+from .shapes import Dim, Sym, largest, product
+from .targets import FloatDType, Target
+
+FLOAT_BYTES = 4
+
+
+class Unsupported(Exception):
+    """An op has a form that no kernel of the target takes; `lower` reports all of them together."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a value lies in its buffer: `rows` rows of `width` floats, `stride` floats apart, `offset` floats in."""
+
+    buffer: str
+    rows: Dim
+    width: int
+    stride: int
+    offset: int = 0
+
+    @property
+    def contiguous(self) -> bool:
+        return self.stride == self.width or self.rows == 1
+
+    @property
+    def view(self) -> View:
+        return View(self.buffer, self.offset * FLOAT_BYTES)
+
+
+Place = Rows | InputArg | WeightArg | CacheArg
+
+
+class Lowering:
+    """Lowers one graph: rules ask it where inputs are, and tell it which kernels to call."""
+
+    def __init__(self, graph: Graph, target: Target, kv_dtype: FloatDType) -> None:
+        self.graph = graph
+        self.target = target
+        self.kv_dtype = kv_dtype
+        self.calls: list[Call] = []
+        self.buffers: dict[str, VirtualBuffer] = {}
+        self.weights = choose_layouts(graph)
+        self.caches = group_caches(graph, target, kv_dtype)
+        self.uses = graph.uses()
+        self._outputs = {value.name for value in graph.outputs}
+        self._quantized: dict[tuple[Rows, int], View] = {}
+        self._copies: dict[Rows, Rows] = {}
+        self._places: dict[str, Place] = {value.name: InputArg(value.name) for value in graph.inputs}
+        self._places |= {name: WeightArg(name) for name in self.weights}
+        slots = {
+            layer: (group, slot) for group, cache in enumerate(self.caches) for slot, layer in enumerate(cache.layers)
+        }
+        self._places |= {cache.value.name: CacheArg(*slots[cache.layer]) for cache in graph.caches}
+
+    # --- where values are ---------------------------------------------------------------------------------------------
+
+    def place(self, value: Value) -> Place:
+        return self._places[value.name]
+
+    def put(self, value: Value, place: Place) -> None:
+        """Say where a value is: a view of another's bytes, or the next version of a cache."""
+        self._places[value.name] = place
+
+    def rows(self, value: Value) -> Rows:
+        """The place of an activation. Raises Unsupported for a step input or a weight."""
+        place = self.place(value)
+        if not isinstance(place, Rows):
+            raise Unsupported(f"{value} is not an activation")
+        return place
+
+    def pointer(self, value: Value) -> Argument:
+        """A pointer to the value's elements in row-major order; a strided view is copied first."""
+        place = self.place(value)
+        return self._dense(place).view if isinstance(place, Rows) else place
+
+    def as_rows(self, value: Value, rows: Dim) -> Rows:
+        """The value as `rows` equal rows, strided where it lies so."""
+        place = self.rows(value)
+        if place.rows == rows:
+            return place
+        width = count(product(value.type.shape)) // count(rows)
+        dense = self._dense(place)
+        return Rows(dense.buffer, rows, width, width, dense.offset)
+
+    def _dense(self, place: Rows) -> Rows:
+        if place.contiguous:
+            return place
+        if place not in self._copies:
+            name = f"{place.buffer}:{place.offset}+{place.width}"
+            self._copies[place] = self.new_rows(name, place.rows, place.width)
+            self.copy(place, self._copies[place], "copy")
+        return self._copies[place]
+
+    def copy(self, source: Rows, target: Rows, label: str) -> None:
+        """Copy rows of floats."""
+        self.call(
+            "copy",
+            {},
+            {
+                "x": View(source.buffer),
+                "out": View(target.buffer),
+                "rows": dim(source.rows),
+                "width": ConstArg(source.width),
+                "x_stride": ConstArg(source.stride),
+                "x_offset": ConstArg(source.offset),
+                "out_stride": ConstArg(target.stride),
+                "out_offset": ConstArg(target.offset),
+            },
+            label,
+        )
+
+    # --- new buffers --------------------------------------------------------------------------------------------------
+
+    def new_buffer(self, name: str, rows: Dim, row_bytes: int) -> View:
+        """A new buffer of `rows` rows."""
+        if name in self.buffers:
+            raise InternalError(f"buffer {name} exists already")
+        self.buffers[name] = VirtualBuffer(largest(rows) * row_bytes, count(rows) * row_bytes)
+        return View(name)
+
+    def new_rows(self, name: str, rows: Dim, width: int) -> Rows:
+        """A new buffer of contiguous rows of floats."""
+        self.new_buffer(name, rows, width * FLOAT_BYTES)
+        return Rows(name, rows, width, width)
+
+    def output(self, value: Value) -> View:
+        """A new buffer for a result, as rows of its last axis."""
+        self.put(value, self.new_rows(value.name, *rows_and_width(value)))
+        return View(value.name)
+
+    # --- quantized activations ----------------------------------------------------------------------------------------
+
+    def encoding(self, weight: Value) -> Encoding:
+        """The encoding of a parameter. Raises Unsupported if the value is computed."""
+        if weight.name not in self.weights:
+            raise Unsupported(f"{weight} is computed, but a weight must be a parameter")
+        encoding = self.weights[weight.name].param.recipe.encoding
+        if encoding is None:
+            raise InternalError(f"the encoding of {weight.name} was not resolved before lowering")
+        return encoding
+
+    def wanted(self, value: Value) -> tuple[bool, bool]:
+        """Whether users read a value as floats, and whether affine linear layers read it quantized."""
+        floats, quantized = value.name in self._outputs, False
+        for user in self.uses.get(value.name, []):
+            if user.kind == "reshape" and user.output.type.shape[-1] == value.type.shape[-1]:
+                more = self.wanted(user.output)
+                floats, quantized = floats or more[0], quantized or more[1]
+            elif user.kind == "linear" and value not in user.inputs[1:] and self._is_affine(user.inputs[1]):
+                quantized = True
+            else:
+                floats = True
+        return floats, quantized
+
+    def _is_affine(self, weight: Value) -> bool:
+        return weight.name in self.weights and self.encoding(weight).kind == "affine"
+
+    def output_as_wanted(self, value: Value) -> tuple[dict[str, ParamValue], dict[str, Argument]]:
+        """Parameters and arguments of a kernel that can write a value as floats, quantized, or both.
+
+        Buffers are made for what users of the value read.
+        """
+        floats, quantized = self.wanted(value)
+        rows, width = rows_and_width(value)
+        quantized = quantized and width % 32 == 0
+        floats = floats or not quantized
+        place = Rows(value.name, rows, width, width)
+        self.put(value, place)
+        args: dict[str, Argument] = {}
+        if floats:
+            args["out"] = self.new_buffer(value.name, rows, width * FLOAT_BYTES)
+        if quantized:
+            args["q8"] = self.new_buffer(f"{value.name}:q8", rows, q8_row_bytes(width))
+            self._quantized[place, width] = View(f"{value.name}:q8")
+        return {"float_out": floats, "q8_out": quantized}, args
+
+    def quantized(self, value: Value) -> View:
+        """The value as 8-bit codes by rows of its last axis, quantized at most once."""
+        rows, width = rows_and_width(value)
+        place = self.rows(value)
+        if (place, width) not in self._quantized:
+            if width % 32:
+                raise Unsupported(f"{value} has {width} columns, but quantized weights need a multiple of 32")
+            q8 = self.new_buffer(f"{value.name}:q8", rows, q8_row_bytes(width))
+            args = {"x": self.pointer(value), "q8": q8, "rows": dim(rows), "K": ConstArg(width)}
+            self.call("quantize", {}, args, f"quantize:{value.name}", flops=4 * count(rows) * width)
+            self._quantized[place, width] = q8
+        return self._quantized[place, width]
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        family: str,
+        params: Mapping[str, ParamValue],
+        args: Mapping[str, Argument],
+        op: Op | str,
+        flops: int = 0,
+    ) -> None:
+        """Append a kernel call with its arguments by name.
+
+        Raises Unsupported for a parameter value that the family lacks, InternalError for wrong names.
+        """
+        kernel = make_kernel(family, params)
+        specs = arguments(FAMILIES[family], kernel)
+        if {spec.name for spec in specs} != args.keys():
+            raise InternalError(
+                f"kernel {kernel.symbol} takes {[spec.name for spec in specs]}, lowering gave {list(args)}"
+            )
+        bound = tuple((spec, args[spec.name]) for spec in specs)
+        state_changes = isinstance(op, Op) and any(value.type.dtype == "cache" for value in op.outputs)
+        self.calls.append(
+            Call(
+                kernel,
+                tuple(arg for _, arg in bound),
+                reads=_touched(bound, writing=False, caches=not state_changes),
+                writes=_touched(bound, writing=True, caches=state_changes),
+                op=op if isinstance(op, str) else label(op),
+                bytes=sum(self._least_bytes(spec, arg, op) for spec, arg in bound),
+                flops=flops,
+            )
+        )
+
+    def _least_bytes(self, spec: ArgSpec, arg: Argument, op: Op | str) -> int:
+        """Bytes that a call reads through an argument when T = S = R = 1."""
+        if isinstance(arg, View) and spec.role == "in":
+            return self.buffers[arg.buffer].least
+        if isinstance(arg, WeightArg):
+            weight = self.weights[arg.name]
+            size = weight_bytes(weight)
+            gathered = isinstance(op, Op) and op.kind == "embedding"
+            return size // count(weight.param.value.type.shape[0]) if gathered else size
+        return 0
+
+
+def make_kernel(family: str, params: Mapping[str, ParamValue]) -> KernelSpec:
+    """The kernel of a family with these parameters, which must be exactly its own and legal."""
+    if family not in FAMILIES:
+        raise InternalError(f"there is no kernel family {family!r}")
+    legal = FAMILIES[family].params
+    if legal.keys() != params.keys():
+        raise InternalError(f"kernel family {family} has parameters {list(legal)}, lowering gave {list(params)}")
+    for name, values in legal.items():
+        if values and params[name] not in values:
+            raise Unsupported(f"kernel {family} takes {name} {', '.join(map(str, values))}, not {params[name]!r}")
+    return KernelSpec(family, params)
+
+
+def _touched(bound: Sequence[tuple[ArgSpec, Argument]], *, writing: bool, caches: bool) -> frozenset[str]:
+    names = set()
+    for spec, arg in bound:
+        if isinstance(arg, View) and (spec.role in ("out", "scratch")) == writing:
+            names.add(arg.buffer)
+        elif isinstance(arg, CacheArg) and caches:
+            names.add(f"cache {arg.group} {arg.slot}")
+    return frozenset(names)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def dim(size: Dim) -> DimArg | ConstArg:
+    """A dimension as a kernel argument."""
+    return DimArg(size.name, size.factor) if isinstance(size, Sym) else ConstArg(size)
+
+
+def count(size: Dim) -> int:
+    """A dimension at T = S = R = 1."""
+    return size.factor if isinstance(size, Sym) else size
+
+
+def static(size: Dim) -> int:
+    """A dimension that must be known. Raises Unsupported for a symbol."""
+    if isinstance(size, Sym):
+        raise Unsupported(f"dimension {size} must be known at compile time")
+    return size
+
+
+def rows_and_width(value: Value) -> tuple[Dim, int]:
+    """The value as rows of its last axis; one axis is a row, unless it is symbolic."""
+    shape = value.type.shape
+    if not shape or isinstance(shape[-1], Sym):
+        return product(shape), 1
+    return product(shape[:-1]), shape[-1]
+
+
+def label(op: Op) -> str:
+    """What a call is for, e.g. `linear:model.layers.3.mlp.down_proj`."""
+    return f"{op.kind}:{op.source.module}" if op.source.module else op.kind
+
+
+# --- weights and caches -----------------------------------------------------------------------------------------------
+
+
+def choose_layouts(graph: Graph) -> dict[str, Weight]:
+    """Every parameter with the layout that its kernels read: matrices of linear layers and embeddings in panels of 16
+    rows, all else (vectors, tables of constants) as float32 rows.
+    """
+    panels = set()
+    for op in graph.ops:
+        if op.kind == "linear":
+            panels.add(op.inputs[1].name)
+        elif op.kind == "embedding":
+            panels.add(op.inputs[0].name)
+    weights = {}
+    for param in graph.params:
+        if param.value.name in panels and param.recipe.constant is None:
+            weights[param.value.name] = Weight(param, "panel16")
+        else:
+            plain = Param(param.value, replace(param.recipe, encoding=FLOAT32))
+            weights[param.value.name] = Weight(plain, "rows")
+    return weights
+
+
+def weight_shape(weight: Weight) -> tuple[int, ...]:
+    """The shape of a weight, all known."""
+    return tuple(static(size) for size in weight.param.value.type.shape)
+
+
+def weight_bytes(weight: Weight) -> int:
+    """Bytes of a weight as packed."""
+    encoding = weight.param.recipe.encoding
+    if encoding is None:
+        raise InternalError(f"the encoding of {weight.param.value.name} was not resolved")
+    return layout_bytes(weight.layout, encoding, weight_shape(weight))
+
+
+def group_caches(graph: Graph, target: Target, dtype: FloatDType) -> tuple[CacheResource, ...]:
+    """Cache groups: layers of the same shape and window share one."""
+    layers: dict[tuple[int, int, int, int], list[int]] = {}
+    for cache in sorted(graph.caches, key=lambda cache: cache.layer):
+        layers.setdefault((cache.heads, cache.key_dim, cache.value_dim, cache.window), []).append(cache.layer)
+    return tuple(
+        CacheResource(
+            kind="kv",
+            layers=tuple(members),
+            page_tokens=target.page_tokens,
+            page_bytes=page_bytes(heads, key_dim, value_dim, target.page_tokens, dtype),
+            heads=heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+            layout="kv-head-major",
+            window=window,
+        )
+        for (heads, key_dim, value_dim, window), members in layers.items()
+    )

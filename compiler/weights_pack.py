@@ -1,0 +1,232 @@
+"""Weights on their way into the plan: read, joined, encoded and packed by chunks of rows, into one safetensors file.
+
+Peak memory stays near one chunk, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ..kernels_templates.packing import PANEL, pack
+from ..runtime.encodings import FLOAT32, EncodedArray, Encoding
+from ..runtime.errors import InternalError, UserError
+from ..runtime.plan import WeightEntry, WeightFile
+from .ir import Graph, Param
+from .lowered import Weight
+from .lowering import static, weight_bytes, weight_shape
+from .memory import align
+from .quantize import encode
+from .weights import Piece, Recipe, TensorSource
+
+FILE = "weights.safetensors"
+CHUNK_BYTES = 32 << 20
+"""Float32 bytes of a chunk of rows. It has a multiple of `PANEL` rows, so that packed chunks join into the whole."""
+
+
+def resolve_encodings(graph: Graph, source: TensorSource) -> Graph:
+    """The graph with every parameter's stored encoding known: the checkpoint's own, where the recipe keeps that.
+
+    Pieces that differ, and affine pieces that are transposed, become float32. Raises UserError if a tensor is missing
+    or the pieces do not make the parameter's shape.
+    """
+    return replace(graph, params=tuple(_resolve(param, source) for param in graph.params))
+
+
+def _resolve(param: Param, source: TensorSource) -> Param:
+    recipe = param.recipe
+    _check_shape(param, source)
+    if recipe.encoding is not None:
+        return param
+    if recipe.constant is not None:
+        return replace(param, recipe=replace(recipe, encoding=FLOAT32))
+    found = {source[piece.tensor].encoding for piece in recipe.pieces}
+    turned = any(piece.transpose for piece in recipe.pieces)
+    kept = found.pop() if len(found) == 1 else FLOAT32
+    if turned and kept.kind == "affine":
+        kept = FLOAT32
+    return replace(param, recipe=replace(recipe, encoding=kept))
+
+
+def _check_shape(param: Param, source: TensorSource) -> None:
+    recipe = param.recipe
+    if recipe.constant is not None:
+        return
+    shapes = [_piece_shape(piece, source) for piece in recipe.pieces]
+    rows, rest = sum(shape[0] for shape in shapes), {shape[1:] for shape in shapes}
+    wanted = param.value.type.shape
+    if len(rest) != 1 or (rows, *rest.pop()) != wanted:
+        names = ", ".join(f"{piece.tensor} {list(source[piece.tensor].shape)}" for piece in recipe.pieces)
+        raise UserError(
+            f"expected shape {list(map(str, wanted))} for {param.value.name}, but the checkpoint has {names}: "
+            "the weights do not belong to this config.json"
+        )
+
+
+def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
+    shape = source[piece.tensor].shape
+    if not shape:
+        raise UserError(f"expected rows in tensor {piece.tensor}, found a scalar: the checkpoint is damaged")
+    if piece.transpose:
+        shape = shape[::-1]
+    start, stop, _ = slice(piece.start, piece.stop).indices(shape[0])
+    return (stop - start, *shape[1:])
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
+    """A resolved parameter in its encoding, by chunks of rows that are a multiple of 16 but for the last.
+
+    Raises UserError naming the tensor if it holds NaN or infinity, which its source refuses to read, or numbers that the
+    encoding can't hold.
+    """
+    encoding = param.recipe.encoding
+    if encoding is None:
+        raise InternalError(f"the encoding of {param.value.name} was not resolved")
+    if param.recipe.constant is not None:
+        table = EncodedArray(FLOAT32, param.recipe.constant.array.astype(np.float32))
+        yield _encoded(table, encoding, param.value.name)
+        return
+    row_bytes = 4 * math.prod(static(size) for size in param.value.type.shape[1:])
+    rows = max(PANEL, CHUNK_BYTES // max(1, row_bytes) // PANEL * PANEL)
+    parts: list[EncodedArray] = []
+    for piece in param.recipe.pieces:
+        for part in _read_piece(piece, source, encoding, rows):
+            parts.append(part)
+            ready = sum(part.shape[0] for part in parts)
+            if ready >= rows:
+                whole, full = _join(parts), ready // PANEL * PANEL
+                yield _rows(whole, 0, full)
+                parts = [_rows(whole, full, ready)] if full < ready else []
+    if parts:
+        yield _join(parts)
+
+
+def _read_piece(piece: Piece, source: TensorSource, encoding: Encoding, rows: int) -> Iterator[EncodedArray]:
+    tensor = source[piece.tensor]
+    if piece.transpose:
+        # A row of the result is a column of the stored tensor, so it is read whole.
+        turned = np.ascontiguousarray(tensor.read().decode().T)
+        whole = EncodedArray(FLOAT32, turned[slice(piece.start, piece.stop)])
+        for start in range(0, whole.shape[0], rows):
+            yield _encoded(_rows(whole, start, start + rows), encoding, piece.tensor)
+        return
+    start, stop, _ = slice(piece.start, piece.stop).indices(tensor.shape[0])
+    for at in range(start, stop, rows):
+        yield _encoded(tensor.read(at, min(at + rows, stop)), encoding, piece.tensor)
+
+
+def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: str) -> EncodedArray:
+    if chunk.encoding == encoding:
+        return chunk
+    try:
+        return encode(chunk.decode(), encoding)
+    except ValueError as problem:
+        raise UserError(
+            f"tensor {tensor} can't be stored as {encoding.name}: {problem}; use another --dtype or --quant"
+        ) from None
+
+
+def _rows(array: EncodedArray, start: int, stop: int) -> EncodedArray:
+    scale = None if array.scale is None else array.scale[start:stop]
+    minimum = None if array.minimum is None else array.minimum[start:stop]
+    return EncodedArray(array.encoding, array.data[start:stop], scale, minimum)
+
+
+def _join(parts: Sequence[EncodedArray]) -> EncodedArray:
+    if len(parts) == 1:
+        return parts[0]
+    data = np.concatenate([part.data for part in parts])
+    scales = [part.scale for part in parts if part.scale is not None]
+    minima = [part.minimum for part in parts if part.minimum is not None]
+    return EncodedArray(
+        parts[0].encoding,
+        data,
+        np.concatenate(scales) if scales else None,
+        np.concatenate(minima) if minima else None,
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """What was written."""
+
+    entries: Mapping[str, WeightEntry]
+    files: tuple[WeightFile, ...]
+
+
+def pack_weights(
+    weights: Mapping[str, Weight],
+    source: TensorSource,
+    directory: Path,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PackedWeights:
+    """Write `directory/weights.safetensors` with every weight in its layout, sorted by name.
+
+    Each is a U8 tensor that starts at a multiple of 64 bytes in the file. `progress` gets (what, bytes done, of).
+    Raises UserError for weights that can't be used.
+    """
+    ordered = sorted(weights.items())
+    sizes = {name: align(weight_bytes(weight)) for name, weight in ordered}
+    header = _header(sizes)
+    total = len(header) + sum(sizes.values())
+    entries: dict[str, WeightEntry] = {}
+    with open(directory / FILE, "wb") as stream:
+        out = _HashingWriter(stream)
+        out.write(header)
+        for name, weight in ordered:
+            start = out.written
+            for chunk in read_chunks(weight.param, source):
+                out.write(pack(weight.layout, chunk).data)
+                if progress is not None:
+                    progress(name, out.written, total)
+            packed = out.written - start
+            if packed != weight_bytes(weight):
+                raise InternalError(f"{name} packed to {packed} bytes, expected {weight_bytes(weight)}")
+            out.write(bytes(sizes[name] - packed))
+            entries[name] = _entry(weight, start, sizes[name])
+    return PackedWeights(entries, (WeightFile(FILE, out.written, out.digest.hexdigest()),))
+
+
+def _entry(weight: Weight, offset: int, size: int) -> WeightEntry:
+    recipe: Recipe = weight.param.recipe
+    assert recipe.encoding is not None
+    sources = tuple(dict.fromkeys(piece.tensor for piece in recipe.pieces))
+    return WeightEntry(FILE, offset, size, weight_shape(weight), recipe.encoding, weight.layout, sources)
+
+
+def _header(sizes: Mapping[str, int]) -> bytes:
+    """The safetensors header, padded with spaces so that data begins at a multiple of 64 bytes."""
+    table, offset = {}, 0
+    for name, size in sizes.items():
+        table[name] = {"dtype": "U8", "shape": [size], "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (align(8 + len(text)) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
+
+
+class _HashingWriter:
+    """Writes a stream and hashes what goes through."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.digest = hashlib.sha256()
+        self.written = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._stream.write(data)
+        self.digest.update(data)
+        self.written += len(data)
