@@ -1,7 +1,7 @@
 """Measure llama.cpp through llama-cpp-python's low-level API: `peer_llama_cpp.py GGUF [--batch N] [--runs N]`.
 
 Runs in the peer's own environment (see `run.py`), so that it imports nothing of toolkit. Calls `llama_decode` directly:
-there is no sampling beyond an argmax over the logits, no text and no HTTP. Prints one JSON object; all lists are repeats.
+there is no sampling beyond an argmax over the logits, no text and no HTTP. Prints one JSON object; lists are repeats.
 """
 
 from __future__ import annotations

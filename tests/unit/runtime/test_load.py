@@ -91,7 +91,7 @@ def test_refuses_what_is_no_plan(tmp_path: Path, make: Any) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_is_a_user_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Bytes of plan.json are cut, changed or inserted at random: it reads, or it is refused in a line, and that is all."""
+    """Bytes of plan.json are cut, changed or inserted at random: it reads, or it is refused in a line, nothing else."""
     directory = tmp_path_factory.mktemp("damaged") / "plan"
     write_sample_plan(directory)
     content = bytearray((directory / "plan.json").read_bytes())
