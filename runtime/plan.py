@@ -231,6 +231,8 @@ class PassReport(_Record, frozen=True):
     ops_after: int
     seconds: float = 0.0
     """Not part of the plan's identity: written as 0 unless asked for."""
+    notes: tuple[str, ...] = ()
+    """What it could not fuse, match or quantize, one sentence each."""
 
 
 class Report(_Record, frozen=True):
