@@ -30,12 +30,12 @@ MAX_POINTWISE = 8
 """Inputs of a pointwise kernel."""
 
 
-def lower(graph: Graph, target: Target, dtype: FloatDType) -> Lowered:
-    """The kernel calls of a fused graph whose weight encodings are resolved; `dtype` is the model's.
+def lower(graph: Graph, target: Target, kv_dtype: FloatDType) -> Lowered:
+    """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches.
 
     Raises UserError naming every op that the target has no kernel for.
     """
-    low = Lowering(graph, target, target.kv_dtype(dtype))
+    low = Lowering(graph, target, kv_dtype)
     blockers: Counter[str] = Counter()
     for op in graph.ops:
         try:

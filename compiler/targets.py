@@ -28,9 +28,9 @@ class Target:
     default_batch: int = 64
     default_context: int = 8192
 
-    def kv_dtype(self, dtype: FloatDType) -> FloatDType:
-        """How K/V caches are stored for a model of this dtype: exact for float32 plans, else half the bytes."""
-        return "float32" if dtype == "float32" else "float16"
+    def kv_dtype(self, dtype: FloatDType, *, quantized: bool) -> FloatDType:
+        """How K/V caches are stored: exactly for float32 models that are not quantized, else in half the bytes."""
+        return "float32" if dtype == "float32" and not quantized else "float16"
 
     def bounds(self, model_context: int, max_batch: int | None = None, max_context: int | None = None) -> Bounds:
         """The bounds of the symbolic dimensions. Raises UserError if the choices are out of range.

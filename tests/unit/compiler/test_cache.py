@@ -1,0 +1,71 @@
+"""The object cache under failure and concurrency."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from toolkit.compiler.cache import cache_directory, cached, content_key
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_the_users_choice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_directory() == folder
+    monkeypatch.delenv("TOOLKIT_CACHE")
+    assert cache_directory() == Path.home() / ".cache" / "toolkit"
+
+
+def test_made_once_and_found_again() -> None:
+    made: list[Path] = []
+
+    def make(path: Path) -> None:
+        made.append(path)
+        path.write_bytes(b"object")
+
+    key = content_key("source", "flags")
+    first, second = cached(key, ".o", make), cached(key, ".o", make)
+    assert first == second
+    assert first.read_bytes() == b"object"
+    assert len(made) == 1
+
+
+def test_keys_depend_on_every_part_and_boundary() -> None:
+    keys = {content_key(*parts) for parts in (("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("ab", "d"))}
+    assert len(keys) == 5
+
+
+def test_a_failed_build_leaves_nothing(folder: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        cached(content_key("x"), ".o", fail)
+    assert not [path for path in folder.rglob("*") if path.is_file()]
+
+    def succeed(path: Path) -> None:
+        path.write_bytes(b"whole")
+
+    assert cached(content_key("x"), ".o", succeed).read_bytes() == b"whole"
+
+
+def test_builders_that_race_all_get_a_complete_file() -> None:
+    barrier = threading.Barrier(8)
+
+    def build(number: int) -> bytes:
+        def make(path: Path) -> None:
+            path.write_bytes(b"x" * 100_000)
+
+        barrier.wait(10)
+        return cached(content_key(f"{number % 2}"), ".o", make).read_bytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(build, range(8))) == {b"x" * 100_000}

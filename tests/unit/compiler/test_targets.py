@@ -1,0 +1,48 @@
+"""Names and bounds of targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.compiler.shapes import Bounds
+from toolkit.compiler.targets import CPU, parse_targets
+from toolkit.runtime.errors import UserError
+
+
+def test_known_targets() -> None:
+    assert parse_targets("cpu") == (CPU,)
+    assert parse_targets(" cpu, cpu ") == (CPU,)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sm80", "known but not built yet"),
+        ("cpu,sm90", "known but not built yet"),
+        ("x86-64-v4", "part of `cpu`"),
+        ("tpu", r"unknown target 'tpu': expected cpu .*sm80"),
+        ("", "needs a target name"),
+        (",", "needs a target name"),
+    ],
+)
+def test_other_names_teach(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_targets(text)
+
+
+def test_bounds() -> None:
+    assert CPU.bounds(131072) == Bounds(max_tokens=512, max_sequences=64, max_rows=64, max_context=8192)
+    assert CPU.bounds(2048, max_batch=3, max_context=100) == Bounds(512, 3, 64, 100)
+    assert CPU.bounds(2048, max_batch=1000) == Bounds(1000, 1000, 1000, 2048)
+
+
+@pytest.mark.parametrize(("batch", "context"), [(0, None), (-1, None), (None, 0), (None, 2049)])
+def test_bounds_out_of_range(batch: int | None, context: int | None) -> None:
+    with pytest.raises(UserError, match="--max-"):
+        CPU.bounds(2048, batch, context)
+
+
+def test_kv_dtype() -> None:
+    assert CPU.kv_dtype("float32", quantized=False) == "float32"
+    assert CPU.kv_dtype("float32", quantized=True) == "float16"
+    assert CPU.kv_dtype("bfloat16", quantized=False) == "float16"
