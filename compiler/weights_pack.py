@@ -86,7 +86,7 @@ def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
 def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
     """A resolved parameter in its encoding, by chunks of rows that are a multiple of 16 but for the last.
 
-    Raises UserError naming the tensor if it holds NaN or infinity, which its source refuses to read, or numbers that the
+    Raises UserError naming the tensor if it holds NaN or infinity, which its source refuses, or numbers that the
     encoding can't hold.
     """
     encoding = param.recipe.encoding
