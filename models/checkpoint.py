@@ -1,0 +1,207 @@
+"""Safetensors checkpoints, one file or sharded: headers are read and checked at once, tensors when asked for.
+
+file := length:u64 header:json data         header entry := {"dtype", "shape", "data_offsets": [begin, end]}
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, EncodedArray, Encoding
+from ..runtime.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000
+_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+"""Bytes of each dtype that a file may hold."""
+_FLOATS: dict[str, tuple[Encoding, str]] = {
+    "F32": (FLOAT32, "<f4"),
+    "F16": (FLOAT16, "<f2"),
+    "BF16": (BFLOAT16, "<u2"),
+    "F64": (FLOAT32, "<f8"),
+}
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """An open file: where each tensor's bytes are."""
+
+    path: Path
+    start: int
+    """First byte after the header."""
+    entries: Mapping[str, _Entry]
+
+    @cached_property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """The whole file, mapped."""
+        return np.memmap(self.path, dtype=np.uint8, mode="r")
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A `LazyTensor` in a safetensors file. float64 is read as float32."""
+
+    name: str
+    file: SafetensorsFile
+    entry: _Entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def encoding(self) -> Encoding:
+        return self._format[0]
+
+    @property
+    def _format(self) -> tuple[Encoding, str]:
+        if self.entry.dtype not in _FLOATS:
+            raise UserError(
+                f"Tensor {self.name} in {self.file.path.name} is {self.entry.dtype}; weights must be "
+                f"{', '.join(_FLOATS)}: dequantize the checkpoint first."
+            )
+        return _FLOATS[self.entry.dtype]
+
+    def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
+        """Rows `start:stop` of the first axis."""
+        encoding, dtype = self._format
+        begin, end = (self.file.start + offset for offset in self.entry.data_offsets)
+        data = self.file.bytes[begin:end].view(dtype).reshape(self.shape)
+        rows = data[start:stop] if self.shape else data
+        return EncodedArray(encoding, rows.astype("<f4") if dtype == "<f8" else rows)
+
+
+def read_safetensors(path: Path) -> SafetensorsFile:
+    """Open a file and check its header. Raises UserError where it is damaged."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER + 1
+            if length > min(_MAX_HEADER, size - 8):
+                raise UserError(
+                    f"{path.name} is no whole safetensors file: its header should be {length} bytes long, "
+                    f"the file has {size}; download it again."
+                )
+            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            raw.pop("__metadata__", None)
+            entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UserError(f"{path.name} has a damaged safetensors header ({error}); download it again.") from None
+    except OSError as error:
+        raise UserError(f"{path.name} cannot be read: {error.strerror}.") from None
+    for name, entry in entries.items():
+        _check_entry(path, name, entry, size - 8 - length)
+    return SafetensorsFile(path, 8 + length, entries)
+
+
+def _check_entry(path: Path, name: str, entry: _Entry, available: int) -> None:
+    begin, end = entry.data_offsets
+    if entry.dtype not in _SIZES or any(dim < 0 for dim in entry.shape):
+        raise UserError(f"{path.name}: tensor {name} has dtype {entry.dtype} and shape {list(entry.shape)}.")
+    if not 0 <= begin <= end <= available:
+        raise UserError(
+            f"{path.name} is truncated or damaged: tensor {name} is at bytes {begin} to {end} of {available}; "
+            "download it again."
+        )
+    if math.prod(entry.shape) * _SIZES[entry.dtype] != end - begin:
+        raise UserError(
+            f"{path.name} is damaged: tensor {name} {list(entry.shape)} does not fill its {end - begin} bytes."
+        )
+
+
+class Checkpoint:
+    """A `TensorSource` over the safetensors files of a directory.
+
+    `prefix` is what the decoder's parameters begin with in the model, `model.` say. A checkpoint of the bare decoder
+    lacks it; its tensors are then listed with it.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
+        self.files = tuple(read_safetensors(path) for path in weight_files(directory))
+        self._name = directory.name
+        stored = {name: FileTensor(name, file, entry) for file in self.files for name, entry in file.entries.items()}
+        _check_index(directory, stored)
+        if prefix and not any(name.startswith(prefix) for name in stored):
+            stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+        self._tensors = stored
+
+    def __getitem__(self, name: str) -> FileTensor:
+        if name not in self._tensors:
+            raise UserError(f"The checkpoint {self._name} lacks the tensor {name}; download it again.")
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    @property
+    def main_encoding(self) -> Encoding:
+        """The float format that most of the weights have."""
+        sizes: Counter[Encoding] = Counter()
+        for tensor in self._tensors.values():
+            if tensor.entry.dtype in _FLOATS:
+                sizes[tensor.encoding] += math.prod(tensor.shape)
+        return sizes.most_common(1)[0][0] if sizes else FLOAT32
+
+
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model. Raises UserError if there are none or one is missing."""
+    if (directory / INDEX).is_file():
+        names = sorted(set(_weight_map(directory).values()))
+        for name in names:
+            if Path(name).name != name or not (directory / name).is_file():
+                raise UserError(f"{directory.name} lacks {name}, which {INDEX} names; download the model again.")
+        return tuple(directory / name for name in names)
+    single = directory / "model.safetensors"
+    found = (single,) if single.is_file() else tuple(sorted(directory.glob("*.safetensors")))
+    if len(found) == 1:
+        return found
+    if found:
+        raise UserError(
+            f"{directory.name} has {len(found)} safetensors files but no {INDEX}; download the model again."
+        )
+    pickled = any(directory.glob("*.bin"))
+    hint = "convert its .bin files to safetensors" if pickled else "download them, or use --weights random"
+    raise UserError(f"{directory.name} has no safetensors weights; {hint}.")
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    class Index(msgspec.Struct):
+        weight_map: dict[str, str]
+
+    try:
+        return msgspec.json.decode((directory / INDEX).read_bytes(), type=Index).weight_map
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UserError(f"{INDEX} is damaged ({error}); download the model again.") from None
+
+
+def _check_index(directory: Path, stored: Mapping[str, Any]) -> None:
+    if (directory / INDEX).is_file():
+        missing = next((name for name in _weight_map(directory) if name not in stored), None)
+        if missing is not None:
+            raise UserError(f"No shard of {directory.name} has the tensor {missing}, which {INDEX} names.")

@@ -1,0 +1,254 @@
+"""Opening a model: a Hugging Face directory, a GGUF file or a hub id becomes a config, lazy weights and text files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..compiler.weights import TensorSource
+from ..runtime.encodings import Encoding, FloatName
+from ..runtime.errors import UserError
+from .checkpoint import INDEX, Checkpoint, weight_files
+from .gguf_file import GGUFFile, read_gguf
+from .gguf_models import architecture, config_values
+from .gguf_source import GGUFSource
+from .random_weights import RandomSource
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Where tokenizer and chat template come from: a Hugging Face directory, or the metadata of a GGUF file."""
+
+    directory: Path | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model ready to be captured. Weights are read only when asked for."""
+
+    name: str
+    config: PretrainedConfig
+    weights: TensorSource
+    """Under the names of the model's Hugging Face implementation."""
+    dtype: FloatName
+    hashes: dict[str, str]
+    """SHA-256 of every source file, by file name."""
+    text: TextFiles | None
+    """None if there is no tokenizer: the plan is then token-in, token-out."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+def open_model(model: str, *, dtype: str = "auto", random_seed: int | None = None) -> OpenedModel:
+    """Open a directory, a `.gguf` file or a hub id (`owner/name`).
+
+    `dtype` "auto" is the checkpoint's own. With `random_seed` the weights are random and only config.json is needed.
+    Raises UserError for whatever cannot be used.
+    """
+    if dtype not in ("auto", *get_args(FloatName)):
+        raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _open_gguf(path, dtype, random_seed)
+    if path.is_dir():
+        return _open_directory(path, dtype, random_seed)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        return _open_directory(_download(model, random_seed is None), dtype, random_seed, name=model)
+    raise UserError(f"There is no model at {model}: give a directory, a .gguf file or a hub id such as owner/name.")
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+def _open_directory(directory: Path, dtype: str, random_seed: int | None, name: str = "") -> OpenedModel:
+    config = _read_config(directory)
+    used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TOKENIZER_FILES)]
+    weights: TensorSource
+    if random_seed is None:
+        if getattr(config, "quantization_config", None) is not None:
+            method = _field(config.quantization_config, "quant_method") or "unknown"
+            raise UserError(
+                f"{directory.name} is quantized by {method!r}, which is not supported; use the original or a GGUF."
+            )
+        weights = Checkpoint(directory, _decoder_prefix(config))
+        stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"
+        used += weight_files(directory)
+    else:
+        stored = _float_name(config.dtype) or "float32"
+        weights = random_source(config, random_seed, _chosen(dtype, stored))
+    eos, bos = _end_and_begin(directory, config)
+    return OpenedModel(
+        name=name or directory.resolve().name,
+        config=config,
+        weights=weights,
+        dtype=_chosen(dtype, stored),
+        hashes=_hashes(file for file in used if file.is_file()),
+        text=TextFiles(directory=directory) if any((directory / file).is_file() for file in _TOKENIZER_FILES) else None,
+        eos_token_ids=eos,
+        bos_token_id=bos,
+    )
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; give a Hugging Face model directory or a .gguf file.")
+    values = _read_json(path)
+    kind = values.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"{directory.name}/config.json has model_type {kind!r}, which is no language model known here.")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:  # the config classes raise errors of many kinds for values that they refuse
+        reason = " ".join(str(error).split())
+        raise UserError(f"{directory.name}/config.json is no valid {kind} config: {reason}") from None
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path.name} is not valid JSON ({error}); download it again.") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path.name} should be a JSON object, found {type(values).__name__}; download it again.")
+    return values
+
+
+def _field(values: Any, name: str) -> Any:
+    return values.get(name) if isinstance(values, dict) else getattr(values, name, None)
+
+
+def _float_name(dtype: object) -> FloatName | None:
+    """`torch.bfloat16` or "bfloat16" as "bfloat16"; None for what is no float dtype of ours."""
+    name = str(dtype).removeprefix("torch.")
+    return next((known for known in get_args(FloatName) if known == name), None)
+
+
+def _chosen(dtype: str, stored: FloatName) -> FloatName:
+    return _float_name(dtype) or stored
+
+
+def _decoder_prefix(config: PretrainedConfig) -> str:
+    """`model.` or `transformer.`: what parameters of the decoder begin with in the causal model."""
+    from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM._model_mapping
+    return f"{models[type(config)].base_model_prefix}."
+
+
+def _end_and_begin(directory: Path, config: PretrainedConfig) -> tuple[tuple[int, ...], int | None]:
+    """End-of-sequence ids and the begin id: as generation_config.json says, else config.json."""
+    path = directory / "generation_config.json"
+    values = _read_json(path) if path.is_file() else {}
+    eos = values.get("eos_token_id", getattr(config, "eos_token_id", None))
+    bos = values.get("bos_token_id", getattr(config, "bos_token_id", None))
+    ids = eos if isinstance(eos, list) else [eos]
+    return tuple(id_ for id_ in ids if isinstance(id_, int)), bos if isinstance(bos, int) else None
+
+
+def random_source(config: PretrainedConfig, seed: int, dtype: FloatName = "float32") -> RandomSource:
+    """Reproducible random weights for every parameter of the model that a config describes."""
+    return RandomSource(parameter_shapes(config), seed, Encoding(dtype))
+
+
+def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, tied ones once, from a model without storage."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def _open_gguf(path: Path, dtype: str, random_seed: int | None) -> OpenedModel:
+    file = read_gguf(path)
+    try:
+        config = AutoConfig.for_model(architecture(file).model_type, **config_values(file))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path.name} has metadata that no config accepts: {' '.join(str(error).split())}") from None
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    stored = _chosen(dtype, _main_float(file))
+    weights = GGUFSource(file, config) if random_seed is None else random_source(config, random_seed, stored)
+    return OpenedModel(
+        name=path.stem,
+        config=config,
+        weights=weights,
+        dtype=stored,
+        hashes=_hashes([path]),
+        text=TextFiles(metadata=file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None,
+        eos_token_ids=end_tokens(file.metadata),
+        bos_token_id=config.bos_token_id,
+    )
+
+
+def _main_float(file: GGUFFile) -> FloatName:
+    """The float format of most values that are not quantized."""
+    counts: dict[str, int] = {"float32": 0}
+    for tensor in file.tensors.values():
+        kind = tensor.type.encoding.kind
+        if kind != "affine":
+            counts[kind] = counts.get(kind, 0) + tensor.nbytes
+    return _float_name(max(counts, key=counts.__getitem__)) or "float32"
+
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids that end an answer: the file's eos and eot, and control tokens by which its chat template ends a turn."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    template, tokens = metadata.get("tokenizer.chat_template", ""), metadata.get("tokenizer.ggml.tokens", [])
+    ends = [token for token in _TURN_ENDS if token in template]
+    found = [tokens.index(end) for end in ends if end in tokens]
+    return tuple(dict.fromkeys(id_ for id_ in (*named, *found) if isinstance(id_, int)))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _hashes(files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 by file name, files in parallel."""
+
+    def sha256(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = list(files)
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return dict(zip((path.name for path in paths), pool.map(sha256, paths), strict=True))
+
+
+def _download(model: str, weights: bool) -> Path:
+    """A hub model's files, from the local cache or the network."""
+    import huggingface_hub
+
+    patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # offline, unknown, gated and interrupted downloads all have types of their own
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{model} is no local path and cannot be fetched from the hub ({type(error).__name__}: {reason}); "
+            "check the name and the network, or download it elsewhere and give its directory."
+        ) from None

@@ -1,0 +1,110 @@
+"""Writing a model's text handling into a plan: tokenizer, chat templates, special tokens and generation defaults.
+
+Whatever the source, the plan gets the same files, which the runtime reads without transformers:
+
+    tokenizer.json  special_tokens_map.json  generation_config.json  chat_template.jinja  chat_template_tool_use.jinja
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..runtime.errors import UserError
+from ..runtime.plan import Text
+from .gguf_tokenizer import build_tokenizer, token_text
+from .source import OpenedModel
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Names in chat templates and in GGUF metadata."""
+
+
+@dataclass(frozen=True)
+class _TextParts:
+    tokenizer: Tokenizer
+    special: dict[str, str]
+    """Name such as `bos_token` to text."""
+    templates: dict[str, str]
+    """Chat templates by name: `default` and, for some models, `tool_use`."""
+
+
+def write_text(opened: OpenedModel, directory: Path) -> Text | None:
+    """Write the files and describe them; None for a model without a tokenizer. Raises UserError if it has a bad one."""
+    if opened.text is None:
+        return None
+    if opened.text.directory is not None:
+        parts = _from_directory(opened.text.directory)
+    else:
+        assert opened.text.metadata is not None
+        parts = _from_gguf(opened.text.metadata)
+    names = {"default": "chat_template.jinja", "tool_use": "chat_template_tool_use.jinja"}
+    files = {
+        "tokenizer.json": parts.tokenizer.to_str(),
+        "special_tokens_map.json": _json(parts.special),
+        "generation_config.json": _json(_generation_config(opened)),
+        **{names[name]: template for name, template in parts.templates.items() if name in names},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    bos = parts.special.get("bos_token")
+    first = parts.tokenizer.encode("a").tokens[:1]
+    return Text(
+        files={name: hashlib.sha256(content.encode()).hexdigest() for name, content in sorted(files.items())},
+        bos_token=bos,
+        eos_token=parts.special.get("eos_token"),
+        add_bos=bos is not None and first == [bos],
+    )
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+
+
+def _generation_config(opened: OpenedModel) -> dict[str, Any]:
+    """The directory's own file, or the ids that a runtime needs."""
+    assert opened.text is not None
+    path = (opened.text.directory or Path()) / "generation_config.json"
+    if opened.text.directory is not None and path.is_file():
+        values: dict[str, Any] = json.loads(path.read_text())
+        return values
+    ids = {"bos_token_id": opened.bos_token_id, "eos_token_id": list(opened.eos_token_ids) or None}
+    return {name: id_ for name, id_ in ids.items() if id_ is not None}
+
+
+def _from_gguf(metadata: Mapping[str, Any]) -> _TextParts:
+    special = {name: token_text(metadata, key) for name, key in _SPECIAL.items()}
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    return _TextParts(
+        tokenizer=build_tokenizer(metadata),
+        special={name: text for name, text in special.items() if text is not None},
+        templates={name: str(metadata[key]) for name, key in keys.items() if metadata.get(key)},
+    )
+
+
+def _from_directory(directory: Path) -> _TextParts:
+    """As transformers loads it, so that its conversions and overrides are in what we write."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    except Exception as error:  # loaders raise errors of every kind for files they cannot read
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"The tokenizer in {directory.name} cannot be loaded ({type(error).__name__}: {reason}); fix its files, or "
+            "remove them to get a plan that takes and returns token ids."
+        ) from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    template = loaded.chat_template
+    return _TextParts(
+        tokenizer=tokenizer,
+        special={name: str(text) for name, text in loaded.special_tokens_map.items() if isinstance(text, str)},
+        templates=template if isinstance(template, dict) else {"default": template} if template else {},
+    )
