@@ -65,7 +65,7 @@ def _check_shape(param: Param, source: TensorSource) -> None:
     if len(rest) != 1 or (rows, *rest.pop()) != wanted:
         names = ", ".join(f"{piece.tensor} {list(source[piece.tensor].shape)}" for piece in recipe.pieces)
         raise UserError(
-            f"expected shape {list(map(str, wanted))} for {param.value.name}, but the checkpoint has {names}: "
+            f"expected shape [{', '.join(map(str, wanted))}] for {param.value.name}, but the checkpoint has {names}: "
             "the weights do not belong to this config.json"
         )
 
