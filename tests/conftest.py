@@ -1,0 +1,30 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def _model(name: str) -> Path:
+    folder = os.environ.get("TOOLKIT_TEST_MODELS")
+    if not folder:
+        pytest.skip("TOOLKIT_TEST_MODELS names no folder with models; `make test` fetches them and sets it")
+    path = Path(folder) / name
+    if not path.is_file():
+        pytest.fail(f"TOOLKIT_TEST_MODELS={folder} has no {name}; `make test` fetches it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as GGUF: Q4_1, Q8_0 and F32 tensors."""
+    return _model("smollm2.gguf")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """gemma-3-270m as GGUF: Q5_0, Q4_K, Q6_K, Q8_0 and F32 tensors."""
+    return _model("gemma-3-270m-q4_k_m.gguf")
