@@ -1,0 +1,185 @@
+"""A served plan without a model: a tokenizer of bytes, a template, and an engine that says what the test scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from unit.runtime.sample_plan import sample_plan
+
+from toolkit.runtime.errors import InternalError
+from toolkit.runtime.output import IncrementalDecoder
+from toolkit.runtime.plan import Plan
+from toolkit.runtime.prompt import Prompts
+from toolkit.runtime.request import (
+    Add,
+    Error,
+    Event,
+    Finished,
+    FinishReason,
+    RequestMetrics,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
+from toolkit.runtime.server.app import create_app
+from toolkit.runtime.server.service import Service
+
+EOS = 256
+
+
+class ByteDecoder:
+    """Bytes to text, piece by piece."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token for token in ids if token < EOS))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class ByteTokenizer:
+    """A token is a byte."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in ids if token < EOS).decode("utf-8", "replace")
+
+    def incremental(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return ByteDecoder()
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < EOS else b"<eos>"
+
+
+class RoleTemplate:
+    """`role:content` by line."""
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        text = "".join(f"{message['role']}:{message['content']}\n" for message in messages)
+        return (
+            text + "".join(f"[{name}={value}]" for name, value in kwargs.items()) + "assistant:" * add_generation_prompt
+        )
+
+
+@dataclass
+class FakeEngine:
+    """Answers each request with the bytes of `reply`, then end of text, one token an event, as the parameters allow."""
+
+    plan: Plan
+    reply: str = "Hello, wörld!"
+    error: Error | None = None
+    error_after: int = 0
+    dead: str = ""
+    stall_after: int = -1
+    """Say nothing more after so many tokens, until closed."""
+    commands: list[Add] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    stats_delay: float = 0.0
+
+    async def generate(self, command: Add) -> AsyncGenerator[Event, None]:
+        self.commands.append(command)
+        ended = False
+        try:
+            async for event in self._events(command):
+                ended = isinstance(event, Finished | Error)
+                yield event
+        finally:
+            if not ended:
+                self.aborted.append(command.request)
+
+    async def _events(self, command: Add) -> AsyncGenerator[Event, None]:
+        params, name = command.params, command.request
+        tokens = [*self.reply.encode(), EOS]
+        if params.ignore_eos:
+            tokens = (tokens[:-1] * (params.max_tokens or 1))[: params.max_tokens]
+        tokens = tokens[: params.max_tokens]
+        for index, token in enumerate(tokens):
+            await asyncio.sleep(0)
+            if index == self.stall_after:
+                await asyncio.sleep(3600)
+            if self.error is not None and index == self.error_after:
+                yield self.error
+                return
+            logprobs = None if params.logprobs is None else [self._logprob(token, params.logprobs)]
+            yield Tokens(name, [token], logprobs, self._prompt_logprobs(command) if index == 0 else None)
+            if token in params.stop_token_ids:
+                yield Finished(name, "stop", token, self._metrics(command))
+                return
+        reason: FinishReason = "stop" if tokens[-1] == EOS and not params.ignore_eos else "length"
+        yield Finished(name, reason, EOS if reason == "stop" else None, self._metrics(command))
+
+    def _logprob(self, token: int, top: int) -> TokenLogprob:
+        return TokenLogprob(token, -0.5, 1, [(token + other, -0.5 - other) for other in range(top)])
+
+    def _prompt_logprobs(self, command: Add) -> list[TokenLogprob | None] | None:
+        if command.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprob(token, command.params.prompt_logprobs) for token in command.prompt[1:])]
+
+    def _metrics(self, command: Add) -> RequestMetrics:
+        return RequestMetrics(queue=0.001, first_token=0.01, total=0.1, cached_tokens=len(command.prompt) // 2)
+
+    async def stats(self) -> Stats:
+        await asyncio.sleep(self.stats_delay)
+        if self.dead:
+            raise InternalError(self.dead)
+        return Stats(0, 1, 2, 0.25, 10, 5, 0, 0, 0, 7, 0.0)
+
+    async def reset_prefix_cache(self) -> None:
+        pass
+
+    async def close(self, drain: bool = False) -> None:
+        pass
+
+
+def make_plan(*, text: bool = True, max_context: int = 256) -> Plan:
+    """A plan whose model has a token a byte."""
+    plan = sample_plan(b"library", b"weights", b"{}")
+    model = msgspec.structs.replace(plan.model, name="bytes/model", vocab_size=300, max_context=max_context)
+    return msgspec.structs.replace(plan, model=model, text=plan.text if text else None, eos_token_ids=(EOS,))
+
+
+class Server:
+    """The application over a fake engine, and a client in the same event loop."""
+
+    def __init__(self, *, text: bool = True, defaults: dict[str, Any] | None = None) -> None:
+        self.plan = make_plan(text=text)
+        self.engine = FakeEngine(self.plan)
+        self._defaults = defaults
+        self.service: Service
+        self.app: Starlette
+        self.client: httpx.AsyncClient
+
+    def _prompts(self) -> Prompts:
+        text = self.plan.text is not None
+        return Prompts(self.plan, ByteTokenizer() if text else None, RoleTemplate() if text else None, self._defaults)
+
+    async def __aenter__(self) -> Server:
+        self.service = Service(self.plan, self.engine, self._prompts)
+        self.service.start()
+        self.app = create_app(self.service, max_body_bytes=100_000)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.client.aclose()
+        await self.service.stop()
