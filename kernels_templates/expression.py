@@ -179,5 +179,13 @@ def _cpp(expression: Expression, names: Sequence[str]) -> str:
     if isinstance(expression, Input):
         return names[expression.index]
     if isinstance(expression, Number):
-        return f"vset({expression.value!r}f)"
+        return f"vset({_cpp_number(expression.value)})"
     return f"v_{expression.operator}({', '.join(_cpp(arg, names) for arg in expression.args)})"
+
+
+def _cpp_number(value: float) -> str:
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return f"{value!r}f"

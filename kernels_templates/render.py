@@ -8,6 +8,7 @@ from typing import Literal
 
 import jinja2
 
+from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .expression import to_cpp
 from .registry import FAMILIES
@@ -25,6 +26,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["to_cpp"] = to_cpp
+    environment.globals["max_top"] = MAX_TOP
     return environment
 
 
