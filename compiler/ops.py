@@ -41,7 +41,6 @@ Tensor ops (as captured)
 Ops made by passes
   add_norm    (x[T,H], residual[T,H], w?, b?) -> (sum[T,H], norm(sum)[T,H])       attrs of norm
   act_mul     (gate_up[T,2F]) -> [T,F]                            attrs kind: act(x[:, :F]) * x[:, F:]
-  split_act_mul (gate[T,F], up[T,F]) -> [T,F]                     the same for two values
   rope_kv_write (qkv[T,(Hq+2Hk)*D], cos, sin, qw?, kw?, cache) -> (q[T,Hq,D], cache')
                                                                   attrs heads, kv_heads, head_dim, has_rope, style,
                                                                   has_qk_norm, and the norm's kind, eps, offset;

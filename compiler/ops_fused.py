@@ -61,22 +61,15 @@ class ActMul(OpSpec):
         return ((ex.UNARY[str_attr(attrs, "kind")](gate) * up).astype(np.float32),)
 
 
-class SplitActMul(PointwiseSpec):
-    """(gate[T,F], up[T,F]) -> [T,F]"""
-
-    kind = "split_act_mul"
-    attrs = declare(kind=AttrSpec("str", None, tuple(ex.UNARY)))
-
-    def expression(self, attrs: Attrs, inputs: int) -> ex.Expression | None:
-        gate = ex.Call(str_attr(attrs, "kind"), (ex.Input(0),))
-        return ex.Call("mul", (gate, ex.Input(1))) if inputs == 2 else None
-
-
 class Pointwise(PointwiseSpec):
     """(a[T,..], b, ..) -> [T,..]"""
 
     kind = "pointwise"
     attrs = declare(expr=AttrSpec("str"))
+
+    def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+        (out,) = super().infer(types, attrs)
+        return (TensorType("float32", out.shape),)
 
     def expression(self, attrs: Attrs, inputs: int) -> ex.Expression | None:
         body = ex.parse(str_attr(attrs, "expr"))
@@ -194,7 +187,6 @@ class RopeKvWrite(OpSpec):
 ROWS: tuple[OpSpec, ...] = (
     AddNorm(),
     ActMul(),
-    SplitActMul(),
     Pointwise(),
     KvWrite(),
     PagedAttention(),

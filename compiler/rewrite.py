@@ -16,7 +16,7 @@ class Replacement:
     """What takes the place of a matched op.
 
     A new op's output that has the name of an existing value takes that value's place, so results keep their names; the
-    old op must go with it (all its outputs are replaced, or it is the match). `forward` maps other values' names to
+    op that made it goes, so all of its results that are read must be replaced. `forward` maps other values' names to
     values that take their place. Ops that nothing reads afterwards vanish.
     """
 
@@ -45,8 +45,7 @@ class Workspace:
         self.notes: dict[str, None] = {}
         for rank, op in enumerate(graph.ops):
             self._add(op, rank)
-        for op in graph.ops:
-            self._drop_if_dead(op)
+        self._drop_dead(list(self._ops))
 
     # --- what rules may ask -------------------------------------------------------------------------------------------
 
@@ -92,23 +91,22 @@ class Workspace:
             if key in self._ops:
                 yield self._ops[key]
 
-    def apply(self, root: Op, replacement: Replacement) -> None:
-        """Put the replacement in the place of `root`."""
-        new_names = {value.name for op in replacement.ops for value in op.outputs}
-        gone = {self._producer[name] for name in new_names if name in self._producer} | {self._key(root)}
-        rank = min(self._rank[key] for key in gone)
+    def apply(self, replacement: Replacement) -> None:
+        """Put new ops and values in the place of old ones."""
+        forward = replacement.forward or {}
+        gone = {self._producer[v.name] for op in replacement.ops for v in op.outputs if v.name in self._producer}
+        rank = min((self._rank[key] for key in gone), default=0.0)
+        stale = [self._producer[name] for name in forward if name in self._producer]
         for param in replacement.params:
             self._params[param.value.name] = param
-        for name, value in (replacement.forward or {}).items():
+        for name, value in forward.items():
             self._forward(name, value)
-        operands = [value for key in gone for value in self._ops[key].inputs]
+        stale += [key for old in gone for key in self._operands(old)]
         removed = [self._remove(key) for key in gone]
         for op in replacement.ops:
             self._add(op, rank)
         self._check_defined(removed)
-        for value in operands:
-            if (producer := self.producer(value)) is not None:
-                self._drop_if_dead(producer)
+        self._drop_dead(stale)
 
     def graph(self) -> Graph:
         """The graph as it is now, ops in an order that stays close to the original; unused parameters are gone."""
@@ -116,9 +114,6 @@ class Workspace:
         used = {value.name for op in ops for value in op.inputs} | {value.name for value in self._outputs}
         params = tuple(param for name, param in self._params.items() if name in used)
         return replace(self._graph, params=params, ops=ops, outputs=tuple(self._outputs))
-
-    def _key(self, op: Op) -> int:
-        return self._producer[op.outputs[0].name]
 
     def _add(self, op: Op, rank: float) -> None:
         key, self._next = self._next, self._next + 1
@@ -148,22 +143,21 @@ class Workspace:
         if producer is None or value in self._outputs:
             self._outputs = [value if output == old else output for output in self._outputs]
             return
-        self._rename(self._key(producer), value, old)
+        self._rename(value, old)
 
-    def _rename(self, key: int, value: Value, old: Value) -> None:
+    def _rename(self, value: Value, old: Value) -> None:
         """Give the name of an output, whose producer is about to go, to another op's result."""
         for user in list(self._users.get(value.name, ())):
             self._set_inputs(user, {value.name: old})
-        op = self._ops[key]
-        self._ops[key] = replace(op, outputs=tuple(old if output == value else output for output in op.outputs))
-        stale = self._ops[self._producer[old.name]]
         spare = Value(self.fresh(old.name), old.type)
-        self._ops[self._producer[old.name]] = replace(
-            stale, outputs=tuple(spare if output == old else output for output in stale.outputs)
-        )
-        self._producer[spare.name] = self._producer[old.name]
-        self._producer[old.name] = key
+        self._set_output(self._producer[old.name], old, spare)
+        self._set_output(self._producer[value.name], value, old)
+
+    def _set_output(self, key: int, value: Value, new: Value) -> None:
+        op = self._ops[key]
+        self._ops[key] = replace(op, outputs=tuple(new if output == value else output for output in op.outputs))
         self._producer.pop(value.name)
+        self._producer[new.name] = key
 
     def _set_inputs(self, key: int, change: Mapping[str, Value]) -> None:
         op = self._ops[key]
@@ -181,22 +175,22 @@ class Workspace:
                 if wanted and value.name not in self._producer:
                     raise InternalError(f"a rule removed {op.kind} %{value.name}, which is still read")
 
-    def _drop_if_dead(self, op: Op) -> None:
-        stack = [op]
-        while stack:
-            op = stack.pop()
-            key = self._producer.get(op.outputs[0].name)
-            if key is None or any(self._users.get(value.name) or value in self._outputs for value in op.outputs):
-                continue
-            self._remove(key)
-            stack += [producer for value in op.inputs if (producer := self.producer(value)) is not None]
+    def _drop_dead(self, candidates: list[int]) -> None:
+        """Remove those ops that nothing reads, and then what only they read."""
+        while candidates:
+            key = candidates.pop()
+            outputs = self._ops[key].outputs if key in self._ops else ()
+            if outputs and not any(self._users.get(value.name) or value in self._outputs for value in outputs):
+                candidates += self._operands(key)
+                self._remove(key)
+
+    def _operands(self, key: int) -> list[int]:
+        """The ops that make an op's inputs."""
+        return [self._producer[value.name] for value in self._ops[key].inputs if value.name in self._producer]
 
     def _sorted(self) -> Iterator[Op]:
         """Ops in topological order, the earliest rank first among those that are ready."""
-        waiting = {
-            key: len({self._producer[value.name] for value in op.inputs if value.name in self._producer})
-            for key, op in self._ops.items()
-        }
+        waiting = {key: len(set(self._operands(key))) for key in self._ops}
         ready = [(self._rank[key], key) for key, count in waiting.items() if not count]
         heapq.heapify(ready)
         while ready:
@@ -224,7 +218,7 @@ def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Outcome:
             replacement = rule(op, work) if rule is not None else None
             if replacement is None:
                 continue
-            work.apply(op, replacement)
+            work.apply(replacement)
             changed, matches = True, matches + 1
             if matches > limit:
                 raise InternalError(f"rewriting does not end: a rule for {op.kind} keeps matching")

@@ -1,0 +1,54 @@
+"""Which passes run, in which order: the only registry of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..compiler.pass_ import Pass
+from ..compiler.targets import Target
+from ..kernels_templates.cpu.dense import GATED_KINDS
+from ..runtime.encodings import Encoding
+from .act_mul import FuseActMul
+from .add_norm import FuseAddNorm
+from .canonicalize import Canonicalize
+from .common_subexpressions import CommonSubexpressions
+from .drop_unused import DropUnused
+from .fold_constants import FoldConstants
+from .fuse_pointwise import FusePointwise
+from .insert_caches import InsertCaches
+from .linear_epilogue import FuseLinearEpilogue
+from .merge_linear import MergeLinear
+from .quantize_weights import Quantization, QuantizeWeights
+from .rope_kv_write import FuseRopeKvWrite
+
+EncodingOf = Callable[[str], Encoding]
+"""How the checkpoint stores a tensor, by name."""
+
+
+def pipeline(target: Target, *, quant: Quantization, encoding_of: EncodingOf, level: int = 2) -> tuple[Pass, ...]:
+    """The passes from a captured graph to one that `target` can lower.
+
+    Level 0 does only what lowering needs, level 1 also simplifies, level 2 also fuses.
+    """
+    simplify = (Canonicalize(), FoldConstants(), CommonSubexpressions()) if level >= 1 else ()
+    fuse = FUSIONS[target.name](encoding_of) if level >= 2 else ()
+    return (*simplify, QuantizeWeights(quant), InsertCaches(), *fuse, DropUnused())
+
+
+def _fuse_for_cpu(encoding_of: EncodingOf) -> tuple[Pass, ...]:
+    """An addition goes to the norm behind it rather than to the linear layer before it, since the norm's kernel can
+    also quantize its result.
+    """
+    return (
+        MergeLinear(encoding_of),
+        Canonicalize(),
+        FuseActMul(frozenset(GATED_KINDS)),
+        FuseRopeKvWrite(),
+        FuseAddNorm(),
+        FusePointwise(),
+        FuseLinearEpilogue(),
+    )
+
+
+FUSIONS: Mapping[str, Callable[[EncodingOf], tuple[Pass, ...]]] = {"cpu": _fuse_for_cpu}
+"""Target name to its fusions."""
