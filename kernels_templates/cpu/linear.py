@@ -2,6 +2,75 @@
 
 from __future__ import annotations
 
-from ..catalog import Family
+from ..catalog import ArgSpec, Family
+from ..packing import panel_encodings
 
-FAMILIES: tuple[Family, ...] = ()
+_EXTRA = ("", "t", "n")
+
+EMBEDDING = Family(
+    name="embedding",
+    template="cpu/embedding.cpp.j2",
+    params={"encoding": panel_encodings(), "layout": ("rows", "panel16")},
+    args=(
+        ArgSpec("weight", "const uint8_t *", "weight"),
+        ArgSpec("ids", "const int32_t *", "input"),
+        ArgSpec("out", "float *", "out"),
+        ArgSpec("T", "int32_t", "dim"),
+        ArgSpec("V", "int32_t", "dim"),
+        ArgSpec("W", "int32_t", "dim"),
+        ArgSpec("scale", "float", "const"),
+    ),
+    ops=("embedding",),
+    doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN. Layout `rows` holds floats alone.",
+    layouts=("rows", "panel16"),
+)
+
+QUANTIZE = Family(
+    name="quantize",
+    template="cpu/quantize.cpp.j2",
+    params={},
+    args=(
+        ArgSpec("x", "const float *", "in"),
+        ArgSpec("q8", "uint8_t *", "out"),
+        ArgSpec("rows", "int32_t", "dim"),
+        ArgSpec("K", "int32_t", "dim"),
+    ),
+    ops=(),
+    doc="q8[rows] = the q8 form of x[rows, K] (see packing.py); K is a multiple of 32.",
+)
+
+LINEAR = Family(
+    name="linear",
+    template="cpu/linear.cpp.j2",
+    params={
+        "encoding": panel_encodings(),
+        "has_bias": (False, True),
+        "epilogue": (),
+        "extra1": _EXTRA,
+        "extra2": _EXTRA,
+        "extra3": _EXTRA,
+        "extra4": _EXTRA,
+    },
+    args=(
+        ArgSpec("x", "const void *", "in"),
+        ArgSpec("weight", "const uint8_t *", "weight"),
+        ArgSpec("bias", "const float *", "weight", when="has_bias"),
+        ArgSpec("extra1", "const float *", "in", when="extra1"),
+        ArgSpec("extra2", "const float *", "in", when="extra2"),
+        ArgSpec("extra3", "const float *", "in", when="extra3"),
+        ArgSpec("extra4", "const float *", "in", when="extra4"),
+        ArgSpec("out", "float *", "out"),
+        ArgSpec("rows", "int32_t", "dim"),
+        ArgSpec("N", "int32_t", "dim"),
+        ArgSpec("K", "int32_t", "dim"),
+    ),
+    ops=("linear",),
+    doc="""out[rows, N] = epilogue(x @ weight.T + bias, extras).
+
+x is float32 [rows, K] for float encodings, q8 rows for affine ones (K a multiple of 32). In the epilogue, in0 is the
+product with its bias and in1.. are the extras: "t" is [rows, N], "n" is [N]; an extra may be `out` itself.
+Every output is summed over K in one order, whatever the number of rows and threads.""",
+    layouts=("panel16",),
+)
+
+FAMILIES: tuple[Family, ...] = (EMBEDDING, QUANTIZE, LINEAR)

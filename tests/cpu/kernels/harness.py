@@ -32,16 +32,7 @@ Array = npt.NDArray[Any]
 _LEVELS = {level.name: level for level in ISA_LEVELS}
 _SIMDE = Path("/usr/include/simde/x86/avx512.h")
 _EXPORT = "#pragma GCC visibility push(default)\n"
-_EMULATION = """
-#define SIMDE_ENABLE_NATIVE_ALIASES
-#include <simde/x86/avx512.h>
-#include <simde/x86/fma.h>
-#include <simde/x86/f16c.h>
-static inline __m512 _mm512_cvtph_ps(__m256i x) {
-  __m256 low = _mm256_cvtph_ps(_mm256_castsi256_si128(x)), high = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
-  return _mm512_castpd_ps(_mm512_insertf64x4(_mm512_castps_pd(_mm512_castps256_ps512(low)), _mm256_castps_pd(high), 1));
-}
-"""
+_EMULATION = Path(__file__).with_name("simde.h")
 
 
 @cache
@@ -93,7 +84,7 @@ def load_kernel(spec: KernelSpec, isa: Isa = "x86-64-v3") -> Kernel:
     """The compiled kernel, from the cache if it was compiled before."""
     source, level = _EXPORT + render(spec, isa), _LEVELS[isa]
     if not _native(isa):
-        source, level = source.replace("#include <immintrin.h>", _EMULATION), _LEVELS["x86-64-v3"]
+        source, level = source.replace("#include <immintrin.h>", _EMULATION.read_text()), _LEVELS["x86-64-v3"]
     linked = cached(content_key("test", find_compiler().version, source), ".so", _linker(spec, source, level))
     return Kernel(spec, linked)
 
