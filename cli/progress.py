@@ -20,6 +20,14 @@ class Phases:
         self.seconds: dict[str, float] = {}
         """Duration of each phase that has ended, in order."""
 
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop showing."""
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """A phase of the work, e.g. "Capture"."""
@@ -55,7 +63,7 @@ class TerminalPhases(Phases):
         )
         self._task: TaskID | None = None
 
-    def __enter__(self) -> TerminalPhases:
+    def __enter__(self) -> Phases:
         self._progress.start()
         return self
 

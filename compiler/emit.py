@@ -8,30 +8,68 @@ from pathlib import Path
 import msgspec
 
 from ..kernels_templates.catalog import KernelSpec
-from ..runtime.plan import CacheResource, Kernel, PassReport, Plan
-from ..runtime.step import MAX_TOP, RESULT, ROW
+from ..runtime.plan import MAJOR, MINOR, CacheResource, Kernel, Library, MemoryPlan, Model, Plan, Report, Text
+from ..runtime.step import ABI_HASH, MAX_TOP, RESULT, ROW
 from .codegen.cpu import kernel_source_hash
+from .program import Program
 from .shapes import Bounds
+from .weights_pack import PackedWeights
 
 PLAN = "plan.json"
 
 
+def make_plan(
+    *,
+    model: Model,
+    target: str,
+    bounds: Bounds,
+    program: Program,
+    libraries: tuple[Library, ...],
+    weights: PackedWeights,
+    text: Text | None,
+    eos_token_ids: tuple[int, ...],
+    bos_token_id: int | None,
+    report: Report,
+) -> Plan:
+    """The plan of what was compiled."""
+    passes = tuple(msgspec.structs.replace(each, seconds=0.0) for each in report.passes)
+    return Plan(
+        format="toolkit-plan",
+        major=MAJOR,
+        minor=MINOR,
+        abi=ABI_HASH,
+        model=model,
+        target=target,
+        max_batch=bounds.max_sequences,
+        buckets=(program.bucket,),
+        kernels=_kernels(program.lowered.kernels),
+        libraries=libraries,
+        weights=dict(weights.entries),
+        weight_files=weights.files,
+        caches=program.lowered.caches,
+        memory=MemoryPlan(
+            arena=program.arena,
+            weights=sum(entry.bytes for entry in weights.entries.values()),
+            host=host_bytes(bounds, program.lowered.caches),
+            buffers=program.buffers,
+        ),
+        text=text,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        report=msgspec.structs.replace(report, passes=passes),
+    )
+
+
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Write `directory/plan.json`."""
+    """Write `directory/plan.json`, keys sorted."""
     text = msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1)
     (directory / PLAN).write_bytes(text + b"\n")
 
 
-def kernel_records(kernels: Mapping[str, KernelSpec]) -> dict[str, Kernel]:
-    """The plan's kernel index, by symbol."""
+def _kernels(kernels: Mapping[str, KernelSpec]) -> dict[str, Kernel]:
     return {
         name: Kernel(spec.family, dict(spec.params), kernel_source_hash(spec)) for name, spec in sorted(kernels.items())
     }
-
-
-def timeless(reports: Sequence[PassReport]) -> tuple[PassReport, ...]:
-    """Pass reports without the times, which differ from run to run."""
-    return tuple(msgspec.structs.replace(report, seconds=0.0) for report in reports)
 
 
 def host_bytes(bounds: Bounds, caches: Sequence[CacheResource]) -> int:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime.plan import ArenaArg, Bucket, Buffer, Launch
-from .lowered import Call, Lowered, View, epochs
-from .shapes import Bounds
+from ..runtime.plan import Buffer
+from .lowered import Lowered, epochs
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector."""
@@ -74,26 +73,3 @@ def _best_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
 def arena_bytes(buffers: Sequence[Buffer]) -> int:
     """Size of the arena that holds the buffers."""
     return max((buffer.offset + buffer.bytes for buffer in buffers), default=0)
-
-
-def bind(lowered: Lowered, buffers: Sequence[Buffer], bounds: Bounds, name: str = "step") -> Bucket:
-    """The launch program: the calls with arena offsets for virtual buffers."""
-    places = {buffer.value: buffer for buffer in buffers}
-
-    def launch(call: Call) -> Launch:
-        args = tuple(_place(arg, places) if isinstance(arg, View) else arg for arg in call.args)
-        return Launch(call.kernel.symbol, args, call.barrier, call.op, call.bytes, call.flops)
-
-    return Bucket(
-        name,
-        bounds.max_tokens,
-        bounds.max_sequences,
-        bounds.max_rows,
-        tuple(map(launch, lowered.forward)),
-        tuple(map(launch, lowered.sample)),
-    )
-
-
-def _place(view: View, places: dict[str, Buffer]) -> ArenaArg:
-    buffer = places[view.buffer]
-    return ArenaArg(buffer.offset + view.offset, buffer.bytes - view.offset, view.buffer)

@@ -12,11 +12,10 @@ from toolkit.compiler.ir import Graph, Source, Value
 from toolkit.compiler.lower import RULES, broadcast_forms, lower
 from toolkit.compiler.lowered import Call, Lowered, View
 from toolkit.compiler.lowering import Unsupported
-from toolkit.compiler.memory import arena_bytes, bind, lifetimes, plan_memory
-from toolkit.compiler.memory_check import check_memory
 from toolkit.compiler.ops import OPS, GraphBuilder
+from toolkit.compiler.program import make_program
 from toolkit.compiler.shapes import Bounds, Sym
-from toolkit.compiler.targets import CPU
+from toolkit.compiler.targets import CPU, FloatDType
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.registry import FAMILIES
@@ -77,12 +76,9 @@ def llama(encoding: Encoding, layers: int = 2, window: int = 0) -> Graph:
     return build.build(build.op("linear", last, embed, name="logits", source=Source("lm_head")))
 
 
-def checked(graph: Graph, kv_dtype: str = "float32") -> Lowered:
+def checked(graph: Graph, kv_dtype: FloatDType = "float32") -> Lowered:
     """The lowered graph, after its memory plan has passed the checker."""
-    lowered = lower(graph, CPU, "float32" if kv_dtype == "float32" else "float16")
-    buffers = plan_memory(lifetimes(lowered))
-    check_memory(bind(lowered, buffers, BOUNDS), lowered.kernels, buffers, arena_bytes(buffers))
-    return lowered
+    return make_program(graph, CPU, BOUNDS, kv_dtype).lowered
 
 
 def families(calls: Sequence[Call]) -> list[str]:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.compiler.lowered import Argument, Call, Lowered, View, VirtualBuffer, epochs, place_barriers
-from toolkit.compiler.memory import ALIGNMENT, Lifetime, align, arena_bytes, bind, lifetimes, plan_memory
+from toolkit.compiler.memory import ALIGNMENT, Lifetime, align, arena_bytes, lifetimes, plan_memory
 from toolkit.compiler.memory_check import check_memory, check_placement
+from toolkit.compiler.program import bind
 from toolkit.compiler.shapes import Bounds
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.runtime.errors import InternalError

@@ -1,0 +1,148 @@
+"""`toolkit compile`: turn a model into a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from ..runtime.load import read_plan
+from ..runtime.plan import Plan
+from .driver import compile as compile_model
+from .progress import Phases, TerminalPhases
+from .roofline import read_bandwidth, seconds_per_token
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What was compiled; `--json` prints it."""
+
+    plan: str
+    captured_ops: int
+    fused_ops: int
+    kernels: int
+    launches: int
+    weight_bytes: int
+    activation_bytes: int
+    kv_bytes_per_token: float
+    estimated_seconds_per_token: float
+    """At batch 1 with a short context, if memory is read at this machine's full speed."""
+    seconds: dict[str, float]
+    """By phase."""
+    notes: tuple[str, ...]
+
+
+@click.command("compile")
+@click.argument("model")
+@click.option("--target", default="cpu", show_default=True, help="What to compile for: cpu.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The plan's directory.  [default: NAME-plan]")
+@click.option(
+    "--quant",
+    default="keep",
+    show_default=True,
+    help="How weights are stored: keep (as in the checkpoint), none (all in --dtype), int8, int4, or a YAML file.",
+)
+@click.option(
+    "--dtype", default="auto", show_default=True, help="auto (the checkpoint's), float32, bfloat16 or float16."
+)
+@click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64]")
+@click.option("--max-context", type=int, help="Most tokens of a sequence.  [default: the model's, at most 8192]")
+@click.option("--weights", metavar="random[:SEED]", help="Random weights: MODEL needs only a config.json.")
+@click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
+@click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+def command(
+    *,
+    model: str,
+    target: str,
+    output: Path | None,
+    quant: str,
+    dtype: str,
+    max_batch: int | None,
+    max_context: int | None,
+    weights: str | None,
+    dump_ir: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Turn MODEL into a plan.
+
+    MODEL is a directory with config.json and safetensors, a .gguf file, or a Hugging Face hub id.
+
+    \b
+    Examples:
+      toolkit compile SmolLM2-135M-Instruct.Q4_1.gguf -o smol-plan
+      toolkit compile Qwen/Qwen3-0.6B --quant int8 -o qwen-plan
+      toolkit compile ./my-model --dtype float32 --quant none --max-context 2048
+      toolkit compile ./only-config --weights random:7
+    """
+    console = Console(stderr=True)
+    with TerminalPhases(console) if console.is_terminal and not as_json else Phases() as phases:
+        path = compile_model(
+            model,
+            target=target,
+            output=output,
+            quant=quant,
+            dtype=dtype,
+            max_batch=max_batch,
+            max_context=max_context,
+            weights=weights,
+            dump_ir=dump_ir,
+            force=force,
+            progress=phases,
+        )
+    summary = summarize(path, read_plan(path), phases.seconds)
+    if as_json:
+        click.echo(msgspec.json.encode(summary))
+    else:
+        print_summary(summary)
+
+
+def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
+    """The figures of a finished plan."""
+    notes = (*(note for each in plan.report.passes for note in each.notes), *plan.report.notes)
+    return Summary(
+        plan=str(path),
+        captured_ops=plan.report.captured_ops,
+        fused_ops=plan.report.fused_ops,
+        kernels=len(plan.kernels),
+        launches=sum(len(bucket.forward) + len(bucket.sample) for bucket in plan.buckets[:1]),
+        weight_bytes=plan.memory.weights,
+        activation_bytes=plan.memory.arena,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        estimated_seconds_per_token=seconds_per_token(plan, read_bandwidth()),
+        seconds={name: round(value, 3) for name, value in seconds.items()},
+        notes=notes,
+    )
+
+
+def print_summary(summary: Summary) -> None:
+    """The summary for people."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("ops", f"{summary.captured_ops} captured, {summary.fused_ops} after fusion"),
+        ("kernels", f"{summary.kernels}, in {summary.launches} launches a step"),
+        ("weights", size(summary.weight_bytes)),
+        ("activations", size(summary.activation_bytes)),
+        ("KV cache", f"{size(summary.kv_bytes_per_token)} a token"),
+        ("estimate", f"{summary.estimated_seconds_per_token * 1e3:.1f} ms a token here, if memory is the limit"),
+        ("time", ", ".join(f"{name.lower()} {value:.1f} s" for name, value in summary.seconds.items())),
+        ("plan", summary.plan),
+    ):
+        table.add_row(f"[bold]{name}", value)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for note in summary.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(f"\nNext: toolkit serve {summary.plan}", markup=False)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

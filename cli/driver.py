@@ -1,0 +1,194 @@
+"""The compile flow: open, capture, fuse, lower, compile kernels, pack weights, write the plan."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..compiler.ir import Graph
+from ..compiler.program import Program
+from ..compiler.shapes import Bounds
+from ..compiler.targets import Target, parse_targets
+from ..runtime.debug import debug
+from ..runtime.errors import UserError
+from ..runtime.plan import Model, PassReport, Report
+from .progress import Phases
+from .staging import check_output, staged
+
+if TYPE_CHECKING:
+    from ..models.source import OpenedModel
+
+
+def compile(
+    model: str | Path,
+    *,
+    target: str = "cpu",
+    output: str | Path | None = None,
+    quant: str = "keep",
+    dtype: str = "auto",
+    max_batch: int | None = None,
+    max_context: int | None = None,
+    weights: str | None = None,
+    dump_ir: str | Path | None = None,
+    force: bool = False,
+    progress: Phases | None = None,
+) -> Path:
+    """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
+
+    `quant` is keep, none, int8, int4 or a YAML file of rules; `dtype` auto, float32, bfloat16 or float16; `weights`
+    "random" or "random:SEED" for a model without a checkpoint; `dump_ir` a directory that gets the graph after each
+    pass. Without `output` the plan is `NAME-plan` in the current directory. An existing one is replaced only with
+    `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
+    """
+    chosen, seed = _one_target(target), _random_seed(weights)
+    if output is not None:
+        check_output(Path(output), force=force)
+    _require_compile_extra()
+    from ..compiler.codegen.cpu import build_libraries
+    from ..compiler.emit import make_plan, write_plan
+    from ..compiler.onnx_io import write_onnx
+    from ..compiler.pass_ import run_passes
+    from ..compiler.program import make_program
+    from ..compiler.weights_pack import pack_weights, resolve_encodings
+    from ..models.capture import capture
+    from ..models.source import open_model
+    from ..models.tokenizer import write_text
+    from ..passes.pipelines import pipeline
+    from ..passes.quantize_weights import Quantization
+
+    phases = progress or Phases()
+    with phases.phase("Open"):
+        opened = open_model(str(model), dtype=dtype, random_seed=seed)
+        quantization = Quantization.parse(quant, opened.dtype)
+        bounds = chosen.bounds(_model_context(opened, chosen), max_batch, max_context)
+        destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
+    with staged(destination, force=force) as folder:
+        with phases.phase("Capture"):
+            captured = capture(opened.config, dtype=opened.dtype, bounds=bounds, has_weight=opened.weights.__contains__)
+        with phases.phase("Fuse"):
+            passes = pipeline(chosen, quant=quantization, encoding_of=lambda name: opened.weights[name].encoding)
+            fused, reports = run_passes(captured, passes, dump=Path(dump_ir) if dump_ir else None)
+        with phases.phase("Lower"):
+            resolved = resolve_encodings(fused, opened.weights)
+            kv_dtype = chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
+            program = make_program(resolved, chosen, bounds, kv_dtype)
+            lowered = program.lowered
+        with phases.phase("Kernels"):
+            libraries = build_libraries(
+                [program.bucket], lowered.kernels, lowered.weights, folder, progress=phases.advance
+            )
+        with phases.phase("Weights"):
+            packed = pack_weights(lowered.weights, opened.weights, folder, phases.advance)
+        with phases.phase("Write"):
+            text = write_text(opened, folder)
+            write_onnx(captured, folder / "graph.onnx")
+            plan = make_plan(
+                model=_model(opened, captured, bounds, quant, seed),
+                target=chosen.name,
+                bounds=bounds,
+                program=program,
+                libraries=libraries,
+                weights=packed,
+                text=text,
+                eos_token_ids=opened.eos_token_ids,
+                bos_token_id=opened.bos_token_id,
+                report=_report(captured, fused, reports),
+            )
+            write_plan(plan, folder)
+    _debug_stages(captured, fused, plan.report, program)
+    return destination
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def _one_target(text: str) -> Target:
+    targets = parse_targets(text)
+    if len(targets) > 1:
+        names = ", ".join(target.name for target in targets)
+        raise UserError(f"one plan holds one target, found {names}: compile once for each")
+    return targets[0]
+
+
+def _random_seed(weights: str | None) -> int | None:
+    if weights is None:
+        return None
+    match = re.fullmatch(r"random(?::(\d{1,18}))?", weights)
+    if match is None:
+        raise UserError(f"--weights must be random or random:SEED with a whole number, found {weights!r}")
+    return int(match[1] or 0)
+
+
+def _require_compile_extra() -> None:
+    missing = [name for name in ("torch", "transformers", "onnx", "gguf") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"compiling needs {', '.join(missing)}, not installed here: pip install 'plan-toolkit[compile]'"
+        )
+
+
+def _model_context(opened: OpenedModel, target: Target) -> int:
+    """The longest sequence the model was made for."""
+    found = getattr(opened.config, "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else target.default_context
+
+
+def _is_quantized(graph: Graph) -> bool:
+    encodings = (param.recipe.encoding for param in graph.params)
+    return any(encoding is not None and encoding.kind == "affine" for encoding in encodings)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def _model(opened: OpenedModel, graph: Graph, bounds: Bounds, quant: str, seed: int | None) -> Model:
+    (logits,) = graph.outputs
+    vocabulary = logits.type.shape[-1]
+    assert isinstance(vocabulary, int)
+    return Model(
+        name=opened.name,
+        architecture=opened.config.model_type,
+        vocab_size=vocabulary,
+        hidden_size=opened.config.hidden_size,
+        layers=opened.config.num_hidden_layers,
+        max_context=bounds.max_context,
+        dtype=opened.dtype,
+        quantization=Path(quant).name,
+        source_hashes=opened.hashes,
+        random_weights=seed,
+    )
+
+
+def _report(captured: Graph, fused: Graph, passes: tuple[PassReport, ...]) -> Report:
+    from ..compiler.codegen.cpu import find_compiler
+
+    packages = ("numpy", "torch", "transformers")
+    versions = {"toolkit": __version__, "c++": find_compiler().version} | {name: version(name) for name in packages}
+    return Report(len(captured.ops), len(fused.ops), passes, versions=versions)
+
+
+# --- TOOLKIT_DEBUG ----------------------------------------------------------------------------------------------------
+
+
+def _debug_stages(captured: Graph, fused: Graph, report: Report, program: Program) -> None:
+    from ..compiler.text import print_graph
+    from ..kernels_templates.render import render
+
+    lowered = program.lowered
+    debug(1, f"{len(captured.ops)} ops captured, {len(fused.ops)} after fusion, {len(lowered.kernels)} kernels")
+    for each in report.passes:
+        debug(2, f"{each.name}: {each.matches} matches, {each.ops_before} -> {each.ops_after} ops")
+    for number, launch in enumerate((*program.bucket.forward, *program.bucket.sample)):
+        debug(3, f"launch {number}: {launch.op} -> {launch.kernel}{' | barrier' if launch.barrier else ''}")
+    for buffer in program.buffers:
+        debug(
+            3, f"buffer {buffer.value}: [{buffer.offset}, {buffer.offset + buffer.bytes}) {buffer.first}..{buffer.last}"
+        )
+    debug(4, print_graph(captured))
+    debug(4, print_graph(fused))
+    for kernel in lowered.kernels.values():
+        debug(4, render(kernel, "x86-64-v3"))

@@ -1,0 +1,64 @@
+"""The program of a plan: the lowered graph with a checked place in the arena for every buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..runtime.plan import ArenaArg, Bucket, Buffer, Launch
+from .ir import Graph
+from .lower import lower
+from .lowered import Call, Lowered, View
+from .memory import arena_bytes, lifetimes, plan_memory
+from .memory_check import check_memory
+from .shapes import Bounds
+from .targets import FloatDType, Target
+
+
+@dataclass(frozen=True)
+class Program:
+    """A lowered graph, its buffers' places, and the launches that name them."""
+
+    lowered: Lowered
+    buffers: tuple[Buffer, ...]
+    bucket: Bucket
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the arena."""
+        return arena_bytes(self.buffers)
+
+
+def make_program(graph: Graph, target: Target, bounds: Bounds, kv_dtype: FloatDType) -> Program:
+    """Lower a fused graph with resolved encodings, plan its memory and check the plan.
+
+    Raises UserError naming every op that the target has no kernel for.
+    """
+    lowered = lower(graph, target, kv_dtype)
+    buffers = plan_memory(lifetimes(lowered))
+    program = Program(lowered, buffers, bind(lowered, buffers, bounds))
+    check_memory(program.bucket, lowered.kernels, buffers, program.arena)
+    return program
+
+
+def bind(lowered: Lowered, buffers: Sequence[Buffer], bounds: Bounds, name: str = "step") -> Bucket:
+    """The launch program: the calls with arena offsets for virtual buffers."""
+    places = {buffer.value: buffer for buffer in buffers}
+
+    def launch(call: Call) -> Launch:
+        args = tuple(_place(arg, places) if isinstance(arg, View) else arg for arg in call.args)
+        return Launch(call.kernel.symbol, args, call.barrier, call.op, call.bytes, call.flops)
+
+    return Bucket(
+        name,
+        bounds.max_tokens,
+        bounds.max_sequences,
+        bounds.max_rows,
+        tuple(map(launch, lowered.forward)),
+        tuple(map(launch, lowered.sample)),
+    )
+
+
+def _place(view: View, places: Mapping[str, Buffer]) -> ArenaArg:
+    buffer = places[view.buffer]
+    return ArenaArg(buffer.offset + view.offset, buffer.bytes - view.offset, view.buffer)
