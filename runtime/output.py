@@ -195,6 +195,37 @@ class OutputStream:
         return self._until_stop(text) + self._stops.flush() if self._stops is not None else text
 
 
+class Output:
+    """Collects the deltas of one output."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.metrics: RequestMetrics | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._pieces.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log-probability a token, by which outputs of different length compare."""
+        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
+
+
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 
-from ..output import Delta, TokenTexts
+from ..output import Delta, Output, TokenTexts
 from ..request import Add, SamplingParams, TokenLogprob
 from .errors import ApiError
 from .openai import ChatRequest, CompletionRequest, parse, render_messages
 from .render import (
     DONE,
     ROLE_FIELD,
-    Choice,
     Chunks,
     CompletionLogprobs,
     Usage,
@@ -93,9 +92,9 @@ class Job:
     def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         return merge([self.service.run(command) for command in self.commands])
 
-    async def collect(self, usage: Usage) -> list[Choice]:
+    async def collect(self, usage: Usage) -> list[Output]:
         """All choices, whole."""
-        choices = [Choice() for _ in self.commands]
+        choices = [Output() for _ in self.commands]
         async with aclosing(self.deltas()) as deltas:
             async for index, delta in deltas:
                 usage.add(delta)
@@ -214,7 +213,7 @@ async def _echo(service: Service, request: CompletionRequest, index: int, ids: l
 
 
 def _logprobs_piece(
-    request: CompletionRequest, logprobs: CompletionLogprobs, prompt: list[int], delta: Delta | Choice, *, first: bool
+    request: CompletionRequest, logprobs: CompletionLogprobs, prompt: list[int], delta: Delta | Output, *, first: bool
 ) -> dict[str, Any] | None:
     """The log-probabilities of a piece; an echoed prompt's come before the first."""
     if request.logprobs is None:
@@ -279,7 +278,7 @@ async def _whole_completion(job: Job, request: CompletionRequest, echoes: list[s
 
 
 def _completion_choice(
-    request: CompletionRequest, choice: Choice, prompt: list[int], echo: str, texts: TokenTexts
+    request: CompletionRequest, choice: Output, prompt: list[int], echo: str, texts: TokenTexts
 ) -> dict[str, Any]:
     data: dict[str, Any] = {
         "text": echo + ("" if request.max_tokens == 0 else choice.text),
@@ -292,7 +291,7 @@ def _completion_choice(
     return data
 
 
-def _best(choices: list[Choice], prompts: int, request: CompletionRequest) -> list[Choice]:
+def _best(choices: list[Output], prompts: int, request: CompletionRequest) -> list[Output]:
     """The `n` likeliest of the `best_of` choices of each prompt."""
     each = len(choices) // prompts
     if each == request.n:

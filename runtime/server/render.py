@@ -160,35 +160,3 @@ ROLE_FIELD = b'"delta":{"role":"assistant","content":""}'
 def ids_field(name: str, ids: Iterable[int]) -> bytes:
     """An extra field with token ids."""
     return b',"' + name.encode() + b'":' + _encode(list(ids))
-
-
-# --- whole answers ----------------------------------------------------------------------------------------------------
-
-
-class Choice:
-    """Collects the deltas of one choice."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-
-    def add(self, delta: Delta) -> None:
-        self._pieces.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or []
-        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-
-    @property
-    def text(self) -> str:
-        return "".join(self._pieces)
-
-    @property
-    def mean_logprob(self) -> float:
-        """What `best_of` compares."""
-        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
