@@ -68,7 +68,7 @@ class KernelSpec:
         parts = [self.family]
         for name, value in self.params.items():
             text = f"{int(value)}" if isinstance(value, bool) else f"{value}"
-            if not text.replace("_", "").isalnum() or len(text) > 16:
+            if text and (not text.replace("_", "").isalnum() or len(text) > 16):
                 text = hashlib.sha256(text.encode()).hexdigest()[:8]
             parts.append(f"{name[:3]}{text}")
         return "k_" + "_".join(parts)
