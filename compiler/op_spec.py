@@ -75,7 +75,7 @@ class OnnxEmitter(Protocol):
     def node(self, op_type: str, *inputs: str, output: str = "", **attrs: Attr) -> str:
         """Append a node with one output and return the output's name, a fresh one unless given."""
 
-    def constant(self, array: Array) -> str:
+    def constant(self, array: Array | np.generic) -> str:
         """The name of a constant."""
 
     def past(self, layer: int, key: TensorType, value: TensorType) -> tuple[str, str]:
