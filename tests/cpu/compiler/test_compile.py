@@ -1,0 +1,288 @@
+"""Whole compilations of tiny models: the plan computes what the Hugging Face implementation does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.cli.driver import compile as compile_model
+from toolkit.runtime.errors import UserError
+from toolkit.runtime.load import read_plan
+
+from .plan_runner import PlanRunner
+
+Array = npt.NDArray[Any]
+
+TINY = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GPT2 = {
+    "vocab_size": 199,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 20,
+    "final_logit_softcapping": 5.0,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {**TINY, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}},
+    "mistral": {**TINY, "sliding_window": 9},
+    "qwen2": {**TINY, "tie_word_embeddings": True},
+    "qwen3": TINY,
+    "gemma3_text": {**TINY, **GEMMA},
+    "phi3": {**TINY, "partial_rotary_factor": 0.5},
+    "gpt2": GPT2,
+    "olmo2": TINY,
+}
+
+
+def make_model(folder: Path, kind: str, **values: Any) -> Any:
+    """A model with random float32 weights, saved in a folder."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **values})
+    config.dtype = torch.float32
+    from_config: Any = AutoModelForCausalLM.from_config
+    model = from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norm weights and biases differ from their defaults, so that losing one shows.
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.05))
+            assert parameter.isfinite().all(), name
+    model.save_pretrained(folder)
+    return model
+
+
+def expected(model: Any, tokens: list[int]) -> Array:
+    """Log-probabilities [n, V] of a sequence run alone."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].double()
+    return np.asarray(torch.log_softmax(logits, -1).numpy())
+
+
+def sequences(vocabulary: int) -> dict[str, list[int]]:
+    rng = np.random.default_rng(1)
+    return {name: rng.integers(3, vocabulary, size).tolist() for name, size in (("a", 37), ("b", 5), ("c", 18))}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_plan_equals_hugging_face(kind: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kind)
+    plan = compile_model(tmp_path / "model", output=tmp_path / "plan")
+    runner = PlanRunner(plan)
+    try:
+        check_packed(runner, model)
+        check_chunked(runner, model)
+        check_stepwise(runner, model)
+    finally:
+        runner.close()
+
+
+def check_packed(runner: PlanRunner, model: Any) -> None:
+    """Several prompts in one step."""
+    prompts = sequences(runner.plan.model.vocab_size)
+    found = runner.step([(f"packed-{name}", tokens) for name, tokens in prompts.items()])
+    for tokens, logprobs in zip(prompts.values(), found, strict=True):
+        np.testing.assert_allclose(logprobs, expected(model, tokens), atol=1e-4)
+
+
+def check_chunked(runner: PlanRunner, model: Any) -> None:
+    """A prompt in pieces that end anywhere in a page, with another sequence decoding beside it."""
+    prompts = sequences(runner.plan.model.vocab_size)
+    long, other = prompts["a"], prompts["c"]
+    parts: list[Array] = []
+    for number, (start, stop) in enumerate([(0, 3), (3, 16), (16, 17), (17, 37)]):
+        beside = ("chunk-c", other[number : number + 1])
+        parts.append(runner.step([("chunk-a", long[start:stop]), beside])[0])
+    np.testing.assert_allclose(np.concatenate(parts), expected(model, long), atol=1e-4)
+
+
+def check_stepwise(runner: PlanRunner, model: Any) -> None:
+    """Token by token, three sequences of different lengths together."""
+    prompts = sequences(runner.plan.model.vocab_size)
+    parts: dict[str, list[Array]] = {name: [] for name in prompts}
+    for index in range(37):
+        live = {name: tokens[index] for name, tokens in prompts.items() if index < len(tokens)}
+        found = runner.step([(f"step-{name}", [token]) for name, token in live.items()])
+        for name, logprobs in zip(live, found, strict=True):
+            parts[name].append(logprobs)
+    for name, tokens in prompts.items():
+        np.testing.assert_allclose(np.concatenate(parts[name]), expected(model, tokens), atol=1e-4)
+
+
+# --- quantized and rounded weights ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quant", "bar"), [("int8", 0.05), ("int4", 0.6)])
+def test_quantized_plans_stay_close(quant: str, bar: float, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    runner = PlanRunner(compile_model(tmp_path / "model", output=tmp_path / "plan", quant=quant))
+    try:
+        assert {weight.encoding.kind for weight in runner.plan.weights.values()} == {"affine", "float32"}
+        assert runner.plan.caches[0].dtype == "float16"
+        tokens = sequences(runner.plan.model.vocab_size)["a"]
+        (found,) = runner.step([("a", tokens)])
+        error = np.abs(found - expected(model, tokens))
+        assert 1e-6 < error.max() < bar
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_float_dtypes_are_rounded_weights(dtype: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    runner = PlanRunner(compile_model(tmp_path / "model", output=tmp_path / "plan", quant="none", dtype=dtype))
+    try:
+        assert {weight.encoding.kind for weight in runner.plan.weights.values()} == {dtype, "float32"}
+        rounded = model.to(getattr(torch, dtype)).float()
+        tokens = sequences(runner.plan.model.vocab_size)["a"]
+        (found,) = runner.step([("a", tokens)])
+        np.testing.assert_allclose(found, expected(rounded, tokens), atol=0.03)
+    finally:
+        runner.close()
+
+
+# --- the plan itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    make_model(folder, "llama", num_hidden_layers=1)
+    return folder
+
+
+def test_the_same_inputs_give_the_same_bytes(model_folder: Path, tmp_path: Path) -> None:
+    plans = [compile_model(model_folder, output=tmp_path / name) for name in ("one", "two")]
+    files = [{path.relative_to(plan): path.read_bytes() for path in files_of(plan)} for plan in plans]
+    assert files[0] == files[1]
+    assert {str(path) for path in files[0]} >= {"plan.json", "weights.safetensors", "graph.onnx"}
+
+
+def files_of(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_plan_says_what_was_done(model_folder: Path, tmp_path: Path) -> None:
+    plan = read_plan(compile_model(model_folder, output=tmp_path / "plan", max_batch=3, max_context=100))
+    assert plan.max_batch == 3
+    assert plan.model.max_context == 100
+    assert plan.model.architecture == "llama"
+    assert plan.text is None
+    assert plan.eos_token_ids == (2,)
+    assert plan.report.captured_ops > plan.report.fused_ops
+    assert all(each.seconds == 0 for each in plan.report.passes)
+    assert plan.kv_bytes_per_token == 2 * 2 * 16 * 4
+    assert plan.memory.weights == sum(weight.bytes for weight in plan.weights.values())
+    assert str(tmp_path) not in (tmp_path / "plan" / "plan.json").read_text()
+
+
+def test_random_weights_need_only_a_config(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    plan = read_plan(compile_model(tmp_path / "bare", output=tmp_path / "plan", weights="random:7"))
+    assert plan.model.random_weights == 7
+    with pytest.raises(UserError, match="--weights random"):
+        compile_model(tmp_path / "bare", output=tmp_path / "other")
+
+
+def test_dumped_ir_has_a_file_a_pass(model_folder: Path, tmp_path: Path) -> None:
+    plan = read_plan(compile_model(model_folder, output=tmp_path / "plan", dump_ir=tmp_path / "ir"))
+    names = sorted(path.name for path in (tmp_path / "ir").iterdir())
+    assert names[0] == "00-captured.txt"
+    assert len(names) == 1 + len(plan.report.passes)
+
+
+# --- failures leave nothing behind ------------------------------------------------------------------------------------
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((source / name).read_bytes())
+    return target
+
+
+def refused(model: Path, tmp_path: Path, message: str, **choices: Any) -> None:
+    """Compiling raises a UserError of one sentence and leaves no trace."""
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=message):
+        compile_model(model, output=tmp_path / "plan", **choices)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_nan_weights_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    model = copied(model_folder, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refused(model, tmp_path, r"up_proj\.weight.*NaN")
+
+
+def test_a_missing_tensor_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    model = copied(model_folder, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refused(model, tmp_path, r"up_proj\.weight")
+
+
+def test_a_wrong_shape_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    model = copied(model_folder, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+    refused(model, tmp_path, r"expected shape \[.*\] for .*the weights do not belong to this config\.json")
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"target": "sm90"}, "not built yet"),
+        ({"target": "tpu"}, "unknown target"),
+        ({"quant": "int3"}, "--quant expects"),
+        ({"dtype": "int8"}, "--dtype must be"),
+        ({"weights": "zeros"}, "--weights must be"),
+        ({"max_batch": 0}, "--max-batch"),
+        ({"max_context": 129}, "--max-context must be 1 to 128"),
+    ],
+)
+def test_choices_out_of_range_are_refused(
+    choices: dict[str, Any], message: str, model_folder: Path, tmp_path: Path
+) -> None:
+    refused(model_folder, tmp_path, message, **choices)
+
+
+def test_an_interrupt_leaves_no_half_plan(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.compiler.emit.write_plan", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(model_folder, output=tmp_path / "plan")
+    assert not list(tmp_path.iterdir())
