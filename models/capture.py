@@ -1,0 +1,227 @@
+"""Capture a model: a Hugging Face configuration becomes a Graph, through torch.export and a translation of its ops."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ..compiler.ir import Graph
+from ..compiler.shapes import Bounds, Sym
+from ..runtime.errors import UserError
+from .aten import WRAPPER, Operand, Traced, Translator, Weight
+from .emitter import Emitter, LayersDiffer
+from .hooks import Hooks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXAMPLE_TOKENS, EXAMPLE_ROWS = 13, 5
+"""Sizes of the example inputs; the export treats them as unknown."""
+
+
+def capture(
+    config: PreTrainedConfig, *, dtype: str, bounds: Bounds, has_weight: Callable[[str], bool], stamp: bool = True
+) -> Graph:
+    """The graph of one step of a causal language model: inputs tokens[T], positions[T], rows[R]; output logits[R, V].
+
+    `dtype` is what the model computes in, which decides how its own constants are rounded; values of the graph are
+    float32. `has_weight` says whether the checkpoint has a tensor: tied weights become one parameter, named as the
+    tensor that is there. With `stamp`, layers like earlier ones are copied instead of traced.
+
+    Raises UserError listing everything that is missing if the architecture can't be captured.
+    """
+    try:
+        return _Capture(config, dtype, bounds, has_weight, stamp).graph()
+    except LayersDiffer:
+        return _Capture(config, dtype, bounds, has_weight, stamp=False).graph()
+
+
+class _Capture:
+    """One attempt: build the model without weights, export it, translate it, check the result."""
+
+    def __init__(
+        self, config: PreTrainedConfig, dtype: str, bounds: Bounds, has_weight: Callable[[str], bool], stamp: bool
+    ) -> None:
+        self.config, self.bounds, self.has_weight = config, bounds, has_weight
+        self.model = build_model(config, dtype)
+        self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
+        self.model.to("meta")
+        self.names = _parameter_names(self.model, has_weight)
+
+    def graph(self) -> Graph:
+        problems = self.hooks.problems
+        try:
+            program = export(self.model, self.hooks)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise self._error([*problems, f"torch.export failed: {type(error).__name__}: {reason}"]) from error
+        graph = self._translate(program)
+        if not problems:
+            problems += self._missing(graph)
+        if problems or graph is None:
+            raise self._error(problems)
+        return graph
+
+    def _translate(self, program: ExportedProgram) -> Graph | None:
+        emitter = Emitter(self.hooks.layers or "")
+        tokens, rows = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
+        operands: dict[str, Operand] = {}
+        inputs = iter(
+            [
+                Traced(emitter.input("tokens", "int32", (tokens,)), 0),
+                Traced(emitter.input("positions", "int32", (tokens,)), 0),
+                Traced(emitter.input("rows", "int32", (rows,))),
+            ]
+        )
+        for spec in program.graph_signature.input_specs:
+            name, target = spec.arg.name, (spec.target or "").removeprefix(WRAPPER + ".")
+            if spec.kind == InputKind.USER_INPUT:
+                operands[name] = next(inputs)
+            elif spec.kind == InputKind.PARAMETER:
+                operands[name] = Weight(self.names[target], tuple(self.model.get_parameter(target).shape))
+            elif target in self.buffers:
+                operands[name] = self.buffers[target]
+            else:
+                operands[name] = program.constants[spec.target or ""]
+        shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
+        *_, position_name, row_name = shapes
+        symbols = {shapes[position_name][1].node.expr: tokens, shapes[row_name][0].node.expr: rows}
+        translator = Translator(emitter, self.hooks, symbols)
+        logits = translator.run(program.graph, operands)
+        self.hooks.problems += translator.problems
+        return emitter.finish(logits) if logits is not None else None
+
+    def _error(self, problems: list[str]) -> UserError:
+        kind = self.config.model_type
+        count = "1 thing is" if len(problems) == 1 else f"{len(problems)} things are"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        return UserError(f"{kind} models can't be compiled yet: {count} missing:{lines}")
+
+    # checks: zero matches is never success
+
+    def _missing(self, graph: Graph | None) -> list[str]:
+        """Ways in which a translated graph is not what the configuration and the model say."""
+        if graph is None:
+            return ["the model returns no logits"]
+        return [*self._counts(graph), *self._weights(graph)]
+
+    def _counts(self, graph: Graph) -> list[str]:
+        kinds = Counter(op.kind for op in graph.ops)
+        count = self.config.num_hidden_layers
+        found = []
+        layers = sorted(int(str(op.attrs["layer"])) for op in graph.ops if op.kind == "attention")
+        if layers != list(range(count)):
+            found.append(f"the configuration has {count} layers, but attention was found in layers {layers}")
+        norms = Counter(op.source.module for op in graph.ops if op.kind == "norm")
+        for path in sorted(self.hooks.norms):
+            if norms[path] != 1:
+                found.append(f"norm {path} became {norms[path]} ops, expected 1")
+        if kinds["take_rows"] != 1:
+            found.append(f"the head reads its rows in {kinds['take_rows']} ops, expected 1")
+        if self.hooks.tables and not kinds["rope"]:
+            found.append("the model has rotary tables, but nothing rotates")
+        if kinds["rope"] % 2:
+            found.append(f"{kinds['rope']} ops rotate, expected a query and a key each")
+        return [*found, *self._feed_forward(graph, count)]
+
+    def _feed_forward(self, graph: Graph, count: int) -> list[str]:
+        """Every layer has a linear op from the width that the configuration gives."""
+        widths: Any = next(
+            (getattr(self.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")), None
+        )
+        widths = widths if isinstance(widths, list) else [widths] * count
+        path = self.hooks.layers
+        if path is None or None in widths:
+            return []
+        pattern = [f"{path}.{index}." for index in range(count)]
+        return [
+            f"layer {index} has no linear op that reads {widths[index]} columns"
+            for index in range(count)
+            if not any(
+                op.kind == "linear"
+                and op.source.module.startswith(pattern[index])
+                and op.inputs[1].type.shape[1] == widths[index]
+                for op in graph.ops
+            )
+        ]
+
+    def _weights(self, graph: Graph) -> list[str]:
+        used = {piece.tensor for param in graph.params for piece in param.recipe.pieces}
+        expected = set(self.names.values())
+        lost = [f"parameter {name} is read by no op" for name in sorted(expected - used)]
+        return lost + [f"the checkpoint has no tensor {name}" for name in sorted(used) if not self.has_weight(name)]
+
+
+# --- building and exporting -------------------------------------------------------------------------------------------
+
+
+def build_model(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
+    """The model with parameters on the meta device and real buffers. Raises UserError for an unknown model type."""
+    if dtype not in DTYPES:
+        raise UserError(f"expected dtype {', '.join(DTYPES)}, found {dtype!r}")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"{config.model_type} models can't be compiled: transformers has no causal language model for them"
+        )
+    with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
+        warnings.simplefilter("ignore")
+        own = copy.deepcopy(config)
+        model = AutoModelForCausalLM.from_config(own, dtype=DTYPES[dtype], attn_implementation="eager")
+    model.tie_weights()
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+class _Step(nn.Module):
+    """What is exported: logits of the chosen rows of flattened tokens."""
+
+    def __init__(self, model: PreTrainedModel, hooks: Hooks) -> None:
+        super().__init__()
+        self.model = model
+        self.hooks = hooks
+
+    def forward(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        self.hooks.begin(rows)
+        logits: Tensor = self.model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        return logits
+
+
+def export(model: PreTrainedModel, hooks: Hooks) -> ExportedProgram:
+    """Export a model on meta for T tokens in a batch of 1 and R rows; no op writes to its inputs."""
+    tokens = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device="meta")
+    rows = torch.zeros(EXAMPLE_ROWS, dtype=torch.long, device="meta")
+    count, row_count = Dim("T", min=2, max=1 << 20), Dim("R", min=2, max=1 << 20)
+    with torch.no_grad(), hooks.installed(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(
+            _Step(model, hooks),
+            (tokens, tokens.clone(), rows),
+            dynamic_shapes=({1: count}, {1: count}, {0: row_count}),
+            strict=False,
+        )
+        return program.run_decompositions({}) if any(map(_mutates, program.graph.nodes)) else program
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _parameter_names(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> dict[str, str]:
+    """The checkpoint tensor of each parameter: of tied ones that are not all there, one that is."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    names = {}
+    for tied in groups.values():
+        present = [name for name in tied if has_weight(name)] or tied
+        names |= {name: name if name in present else present[0] for name in tied}
+    return names
