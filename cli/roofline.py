@@ -30,6 +30,23 @@ def _timed(pool: ThreadPoolExecutor, parts: list[np.ndarray[tuple[int], np.dtype
     return time.perf_counter() - began
 
 
+@cache
+def arithmetic_rate() -> float:
+    """Float32 operations a second that all usable cores reach together, by a matrix product that fits in the caches."""
+    size = 512
+    a, b = np.ones((2, size, size), np.float32)
+    best = min(_timed_product(a, b) for _ in range(5))
+    return 2 * size**3 / best
+
+
+def _timed_product(
+    a: np.ndarray[tuple[int, ...], np.dtype[np.float32]], b: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+) -> float:
+    began = time.perf_counter()
+    a @ b
+    return time.perf_counter() - began
+
+
 def seconds_per_token(plan: Plan, bandwidth: float) -> float:
     """Time of a decode step at batch 1 and a short context that only reads memory, at so many bytes a second."""
     bucket = plan.buckets[0]

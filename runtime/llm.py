@@ -113,6 +113,9 @@ class _Requests:
         self._prompts = prompts
         self._numbers = count()
 
+    def params(self, **changes: Any) -> SamplingParams:
+        return self._prompts.params(**changes)
+
     def of_prompts(self, prompts: Prompt | Sequence[Prompt], params: Params) -> list[_Request]:
         """Requests of one prompt or several."""
         many = _prompt_list(prompts)
@@ -199,6 +202,10 @@ class LLM:
         self._requests = _Requests(Prompts.open(Path(plan), self._engine.plan))
         self._lock = threading.Lock()
         self.plan = self._engine.plan
+
+    def params(self, **changes: Any) -> SamplingParams:
+        """The model's own sampling parameters, changed."""
+        return self._requests.params(**changes)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: bool = False

@@ -1,0 +1,72 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from ..runtime.options import EngineOptions, parse_memory
+
+Command = Callable[..., None]
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+_ENGINE = (
+    click.option(
+        "--memory",
+        default="0.9",
+        show_default=True,
+        metavar="SHARE|AMOUNT",
+        help="Memory to use in all: a share of what is available, or an amount such as 8GiB.",
+    ),
+    click.option("--max-num-seqs", type=click.IntRange(1), help="Requests running at once.  [default: the plan's]"),
+    click.option("--max-batched-tokens", type=click.IntRange(1), help="Tokens of a step.  [default: the plan's]"),
+    click.option("--threads", type=click.IntRange(1), help="Kernel threads.  [default: one a core]"),
+)
+_SAMPLING = (
+    click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: until it ends]"),
+    click.option("--temperature", type=float, help="0 is greedy.  [default: the model's]"),
+    click.option("--top-p", type=float, help="Sample from the likeliest tokens of this sum.  [default: the model's]"),
+    click.option("--top-k", type=int, help="Sample from the likeliest so many tokens.  [default: the model's]"),
+    click.option("--seed", type=int, help="Makes sampling repeatable."),
+    click.option("--stop", multiple=True, help="Text that ends an answer; may be repeated."),
+)
+
+
+def engine_options(command: Command) -> Command:
+    """`--memory --max-num-seqs --max-batched-tokens --threads`, passed as `options: EngineOptions`."""
+
+    @wraps(command)
+    def gathered(
+        *, memory: str, max_num_seqs: int | None, max_batched_tokens: int | None, threads: int | None, **rest: Any
+    ) -> None:
+        options = EngineOptions(
+            memory=parse_memory(memory),
+            max_num_seqs=max_num_seqs or 0,
+            max_batched_tokens=max_batched_tokens or 0,
+            threads=threads or 0,
+        )
+        command(options=options, **rest)
+
+    return _with(_ENGINE, gathered)
+
+
+def sampling_options(command: Command) -> Command:
+    """`--max-tokens --temperature --top-p --top-k --seed --stop`, passed as `sampling`: those given, by name."""
+
+    @wraps(command)
+    def gathered(**values: Any) -> None:
+        names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+        given = {name: value for name in names if (value := values.pop(name)) not in (None, ())}
+        command(sampling=given, **values)
+
+    return _with(_SAMPLING, gathered)
+
+
+def _with(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command

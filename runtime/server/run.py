@@ -1,0 +1,128 @@
+"""The server process: it starts the engine first, and gets itself ready while the engine loads."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ..errors import UserError
+from ..options import EngineOptions
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from ..process import ProcessEngine
+    from .service import Service
+
+BACKLOG = 2048
+DRAIN_SECONDS = 30
+"""How long running requests may take to end after SIGTERM or SIGINT; a second signal ends them at once."""
+KEEP_ALIVE_SECONDS = 60
+
+
+def serve(directory: Path, options: EngineOptions, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve a plan until SIGTERM or SIGINT.
+
+    Raises UserError if the address is taken or the plan or an option can't be used, InternalError if the engine fails
+    before it is ready.
+    """
+    began = time.monotonic()
+    listener = listen(host, port)
+    from ..process import spawn_engine
+
+    engine = spawn_engine(directory, options)
+    # What follows is imported while the engine loads.
+    from ..prompt import Prompts
+    from .service import Service
+
+    service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan))
+    asyncio.run(_serve(service, engine, listener, began))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; who connects before the server is up waits for it. Raises UserError if it can't be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} on {host} is in use: stop what uses it, or choose another --port") from None
+        raise UserError(f"can't listen on {host} port {port}: {error.strerror or error}") from None
+    return listener
+
+
+async def _serve(service: Service, engine: ProcessEngine, listener: socket.socket, began: float) -> None:
+    address, port = listener.getsockname()[:2]
+    service.start()
+    server = _make_server(service)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    ready = asyncio.create_task(_ready(service, engine))
+    try:
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and ready.exception() is None:
+            host = f"[{address}]" if ":" in address else address
+            seconds = time.monotonic() - began
+            print(f"Serving {service.model} at http://{host}:{port} after {seconds:.2f} s", file=sys.stderr, flush=True)
+        elif ready.done():
+            server.should_exit = server.force_exit = True
+        await serving
+        if ready.done():
+            ready.result()
+    finally:
+        ready.cancel()
+        await service.stop()
+        await engine.close()
+
+
+async def _ready(service: Service, engine: ProcessEngine) -> None:
+    await service.prompts()
+    await engine.ready()
+
+
+def _make_server(service: Service) -> Server:
+    from uvicorn import Config, Server
+
+    from .app import create_app
+
+    class GracefulServer(Server):
+        """Ends by itself on a signal, where the base class would raise the signal again and skip our own clean-up."""
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            handlers = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+            try:
+                yield
+            finally:
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    config = Config(
+        create_app(service),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    return GracefulServer(config)
