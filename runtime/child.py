@@ -1,0 +1,110 @@
+"""The program of the engine process: `python -m toolkit.runtime.child ADDRESS PARENT PLAN OPTIONS` (see `process`).
+
+It imports little, since its start is on the way to the first token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from .engine import Engine, open_engine
+from .errors import UserError
+from .loop import run_loop
+from .options import EngineOptions
+from .request import Command, Error, Event
+
+LINGER_SECONDS = 2
+"""How long the last events may take to leave."""
+_PR_SET_PDEATHSIG = 1
+
+OpenEngine = Callable[[Path, EngineOptions], Engine]
+
+
+class SocketPort:
+    """The engine's end of the socket (see `loop.Port`)."""
+
+    def __init__(self, address: str, parent: int) -> None:
+        self._parent = parent
+        self._socket = zmq.Context().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = LINGER_SECONDS * 1000
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[Command])
+
+    def receive(self, timeout: float) -> list[Command]:
+        """See `loop.Port`. Ends the process if the parent is gone."""
+        check_parent(self._parent)
+        commands: list[Command] = []
+        if self._socket.poll(int(timeout * 1000)):
+            try:
+                while True:
+                    commands += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                pass
+        return commands
+
+    def send(self, events: list[Event]) -> None:
+        """See `loop.Port`."""
+        self._socket.send(self._encoder.encode(events), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Deliver what was sent, then disconnect."""
+        context = self._socket.context
+        self._socket.close()
+        context.term()
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the parent's thread that started it ends. Signals for the whole terminal
+    or service are left to the parent, which knows whether to drain."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    check_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def check_parent(parent: int) -> None:
+    """End this process if its parent is gone."""
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(arguments: list[str], open_engine: OpenEngine = open_engine) -> int:
+    """Serve until told to stop; the exit code."""
+    address, parent, directory, options = arguments
+    faulthandler.enable()
+    die_with(int(parent))
+    port = SocketPort(address, int(parent))
+    try:
+        engine = open_engine(Path(directory), msgspec.json.decode(options, type=EngineOptions))
+        gc.collect()
+        gc.freeze()  # what was loaded stays: later collections need not look at it
+        port.send([engine.stats()])
+        run_loop(engine, port)
+        engine.device.close()
+        return 0
+    except UserError as error:
+        port.send([Error("", str(error), user_fault=True)])
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        port.send([Error("", f"the engine failed: {error}", user_fault=False)])
+        return 1
+    finally:
+        port.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

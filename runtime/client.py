@@ -1,0 +1,294 @@
+"""The engine as front ends see it: asynchronous, one stream of events a request.
+
+`ThreadEngine` runs the engine loop in a thread of this process, `process.ProcessEngine` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from .engine import Engine, open_engine
+from .errors import InternalError, UserError
+from .loop import run_loop
+from .options import EngineOptions
+from .plan import Plan
+from .request import (
+    Abort,
+    Add,
+    Command,
+    Error,
+    Event,
+    Finished,
+    Ping,
+    ResetPrefixCache,
+    Shutdown,
+    Stats,
+    Tokens,
+)
+
+STATS_PATIENCE = 0.03
+"""Seconds to wait for the engine's state before answering with the last one known."""
+
+_log = logging.getLogger("toolkit.engine")
+T = TypeVar("T")
+
+
+class AsyncEngine(Protocol):
+    """An engine that runs elsewhere. Its methods belong to one event loop at a time."""
+
+    plan: Plan
+
+    def generate(self, command: Add) -> AsyncGenerator[Event, None]:
+        """The events of a request; the last is Finished or Error. Closing the generator earlier aborts the request."""
+
+    async def stats(self) -> Stats:
+        """The engine's state, once it is ready. Raises InternalError if it is dead."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running request uses."""
+
+    async def close(self, drain: bool = False) -> None:
+        """Stop the engine; with `drain`, once the running requests are done. Requests still open end."""
+
+
+class Stream:
+    """Events of one request on their way to its reader. Tokens that the reader did not fetch yet are merged."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+
+    def push(self, event: Event) -> None:
+        """Add an event."""
+        self.ended = isinstance(event, Finished | Error)
+        last = self._events[-1] if self._events else None
+        if isinstance(event, Tokens) and isinstance(last, Tokens):
+            last.tokens.extend(event.tokens)
+            if last.logprobs is not None:
+                last.logprobs.extend(event.logprobs or ())
+        else:
+            self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> Event:
+        """The next event, once it is there."""
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.pop(0)
+
+
+class EngineClient(ABC):
+    """What both kinds of engine share: the streams of open requests, and knowing the engine's state and its end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._streams: dict[str, Stream] = {}
+        self._aborted: set[str] = set()
+        self._pings: dict[int, asyncio.Future[Stats]] = {}
+        self._numbers = count(1)
+        self._waiters: list[asyncio.Future[None]] = []
+        self._state: Stats | None = None
+        self._heard = 0.0
+        self._failure: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @abstractmethod
+    def _send(self, command: Command) -> None:
+        """Pass a command on. Never blocks, never fails: the end of the engine is noticed elsewhere."""
+
+    # --- for front ends -----------------------------------------------------------------------------------------------
+
+    async def ready(self) -> None:
+        """Wait until the engine can serve. Raises UserError or InternalError, saying why, if it can't start or died."""
+        loop = self._attach()
+        while self._state is None and self._failure is None:
+            waiter = loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
+        if self._failure is not None:
+            raise self._failure
+
+    async def generate(self, command: Add) -> AsyncGenerator[Event, None]:
+        """See `AsyncEngine`. Raises UserError if the request's id is in use."""
+        self._attach()
+        name = command.request
+        if name in self._streams or name in self._aborted:
+            raise UserError(f"request id {name!r} is in use")
+        stream = self._streams[name] = Stream()
+        if self._failure is None:
+            self._send(command)
+        else:
+            stream.push(Error(name, str(self._failure), user_fault=False))
+        try:
+            while True:
+                event = await stream.next()
+                yield event
+                if isinstance(event, Finished | Error):
+                    return
+        finally:
+            self._streams.pop(name, None)
+            if not stream.ended:
+                self._abort(name)
+
+    def _abort(self, name: str) -> None:
+        """Abort a request. Its id can be used again once the engine has confirmed."""
+        if self._failure is None:
+            self._aborted.add(name)
+            self._send(Abort(name))
+
+    async def stats(self) -> Stats:
+        """See `AsyncEngine`. During a long step this is the last state known; `last_step` says how old it is."""
+        loop = self._attach()
+        try:
+            await self.ready()
+        except UserError as error:
+            raise InternalError(str(error)) from None
+        number, answer = next(self._numbers), loop.create_future()
+        self._pings[number] = answer
+        self._send(Ping(number))
+        try:
+            async with asyncio.timeout(STATS_PATIENCE):
+                return await answer
+        except TimeoutError:
+            assert self._state is not None
+            return msgspec.structs.replace(self._state, number=number, last_step=time.monotonic() - self._heard)
+        finally:
+            del self._pings[number]
+
+    async def reset_prefix_cache(self) -> None:
+        """See `AsyncEngine`."""
+        self._attach()
+        self._send(ResetPrefixCache())
+
+    # --- for the two kinds --------------------------------------------------------------------------------------------
+
+    def _attach(self) -> asyncio.AbstractEventLoop:
+        """The running loop, to which events go from now on. Raises InternalError if another one waits for some."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            if self._loop is not None and not self._loop.is_closed() and self._streams:
+                raise InternalError("an engine was used from two event loops at once")
+            self._loop = loop
+            while self._streams:
+                self._abort(self._streams.popitem()[0])
+        return loop
+
+    def _call(self, function: Callable[[T], None], argument: T) -> None:
+        """Call a function in the event loop's thread; nobody waits for its effect if there is no loop."""
+        loop = self._loop
+        if loop is not None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(function, argument)
+
+    def _dispatch(self, events: list[Event]) -> None:
+        """Take events in, in the loop's thread."""
+        self._heard = time.monotonic()
+        for event in events:
+            if isinstance(event, Stats):
+                self._take_stats(event)
+            elif (stream := self._streams.get(event.request)) is not None:
+                stream.push(event)
+            elif isinstance(event, Error) and not event.request:
+                self._take_error(event)
+            elif isinstance(event, Finished | Error):
+                self._aborted.discard(event.request)
+
+    def _take_stats(self, stats: Stats) -> None:
+        self._state = stats
+        self._wake()
+        answer = self._pings.get(stats.number)
+        if answer is not None and not answer.done():
+            answer.set_result(stats)
+
+    def _take_error(self, error: Error) -> None:
+        """The engine itself has a problem: before it is ready, that is why it can't start."""
+        if self._state is None:
+            self._fail((UserError if error.user_fault else InternalError)(error.message))
+        else:
+            _log.error("%s", error.message)
+
+    def _fail(self, failure: Exception) -> None:
+        """End every open request: the engine is gone. The first reason stays."""
+        if self._failure is not None:
+            return
+        self._failure = failure
+        for name, stream in self._streams.items():
+            if not stream.ended:
+                stream.push(Error(name, str(failure), user_fault=False))
+        self._aborted.clear()
+        for answer in self._pings.values():
+            if not answer.done():
+                answer.set_exception(InternalError(str(failure)))
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+
+
+class ThreadEngine(EngineClient):
+    """The engine in a thread of this process. The kernels run without the interpreter's lock."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Takes the engine over, and its device with it."""
+        super().__init__(engine.plan)
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._state = engine.stats()
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, directory: Path, options: EngineOptions) -> ThreadEngine:
+        """Load a plan. Raises UserError if it or an option can't be used."""
+        return cls(open_engine(directory, options))
+
+    def _run(self) -> None:
+        try:
+            run_loop(self._engine, self)
+        except Exception as error:
+            _log.exception("the engine loop failed")
+            self._call(self._fail, InternalError(f"the engine failed: {error}"))
+
+    def receive(self, timeout: float) -> list[Command]:
+        """See `loop.Port`."""
+        commands: list[Command] = []
+        try:
+            commands.append(self._commands.get(timeout > 0, timeout or None))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def send(self, events: list[Event]) -> None:
+        """See `loop.Port`."""
+        self._call(self._dispatch, events)
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    async def close(self, drain: bool = False) -> None:
+        """See `AsyncEngine`."""
+        self._attach()
+        self._send(Shutdown(drain))
+        await asyncio.to_thread(self._thread.join)
+        self._engine.device.close()
+        self._fail(InternalError("the engine is closed"))

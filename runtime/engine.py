@@ -1,0 +1,330 @@
+"""The engine: requests in, events out; each turn schedules a step, runs it and draws tokens from its results."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from .batch import BatchBuilder
+from .device.base import Device
+from .env import read_env
+from .errors import InternalError, UserError
+from .kv.manager import KVManager
+from .kv.prefix import PageKeys
+from .options import EngineOptions
+from .plan import Plan
+from .request import Add, Error, Event, Finished, FinishReason, RequestMetrics, Stats, TokenLogprob, Tokens
+from .sampling import make_sampling
+from .scheduler import Limits, Scheduler
+from .sequence import Chunk, Sequence
+from .step import StepBatch, StepResult
+
+MAX_SCORE_BYTES = 1 << 30
+"""Most memory that one request's whole-vocabulary prompt log-probabilities may take."""
+
+_STATUS = {
+    1: ("the model's logits were not finite: its weights or the prompt's numbers are damaged", False),
+    2: ("the request's constraints leave no token that could come next", True),
+}
+"""What a row's status means, and whether it is the user's fault."""
+
+
+def open_engine(directory: Path, options: EngineOptions) -> Engine:
+    """An engine for a plan on this machine. Raises UserError if the plan or an option can't be used."""
+    from .device.open import open_device
+    from .load import read_plan
+
+    plan = read_plan(directory)
+    step_limits(plan, options)
+    return Engine(open_device(directory, plan, options), options)
+
+
+def step_limits(plan: Plan, options: EngineOptions) -> Limits:
+    """What a step may hold: the plan's largest bucket within the user's options.
+
+    Raises UserError if an option asks for more than the plan was compiled for.
+    """
+    bucket = max(plan.buckets, key=lambda bucket: bucket.max_tokens)
+    tokens = options.max_batched_tokens or bucket.max_tokens
+    if not 1 <= tokens <= bucket.max_tokens:
+        raise UserError(
+            f"max_batched_tokens must be 1 to {bucket.max_tokens}, the largest step of this plan, not {tokens}"
+        )
+    most = min(plan.max_batch, bucket.max_sequences, bucket.max_rows)
+    sequences = options.max_num_seqs or min(most, tokens)
+    if not 1 <= sequences <= most:
+        raise UserError(
+            f"max_num_seqs must be 1 to {most}, which this plan was compiled for, not {sequences}: lower it, or "
+            f"compile with --max-batch {sequences}"
+        )
+    if sequences > tokens:
+        raise UserError(f"max_num_seqs ({sequences}) must not be above max_batched_tokens ({tokens})")
+    return Limits(tokens, sequences, bucket.max_rows)
+
+
+class Engine:
+    """Serves requests on one device. One thread at a time may call it."""
+
+    def __init__(self, device: Device, options: EngineOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises UserError if an option asks for more than the plan was compiled for."""
+        plan = self.plan = device.plan
+        self.device = device
+        self._clock = clock
+        limits = step_limits(plan, options)
+        self.kv = KVManager(
+            plan.caches,
+            device.pages,
+            lanes=limits.sequences,
+            max_context=plan.model.max_context,
+            prefix_cache=options.prefix_cache,
+        )
+        self.scheduler = Scheduler(self.kv, limits)
+        self.max_tokens = min(plan.model.max_context, self.kv.capacity + 1)
+        """Most tokens of a sequence: the last one need not be in the cache."""
+        self._batches = BatchBuilder(self.kv, limits.sequences, plan.model.vocab_size)
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = count()
+        self._pending: list[Event] = []
+        self._audited = True
+        self._prompt_tokens = self._generation_tokens = self._steps = 0
+        self._trace = read_env().debug >= 4
+        self._turn = clock()
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self._sequences or self._pending)
+
+    def add(self, command: Add) -> None:
+        """Take a request; if it can't be served, `step` says so. Raises InternalError if its id is in use."""
+        if command.request in self._sequences:
+            raise InternalError(f"request id {command.request!r} is in use")
+        try:
+            sequence = self._sequence(command)
+        except UserError as error:
+            self._pending.append(Error(command.request, str(error), user_fault=True))
+            return
+        self._sequences[command.request] = sequence
+        self.scheduler.add(sequence)
+
+    def _sequence(self, command: Add) -> Sequence:
+        prompt, params, vocabulary = command.prompt, command.params, self.plan.model.vocab_size
+        self._check_prompt(command)
+        most = self.max_tokens if params.max_tokens is None else min(self.max_tokens, len(prompt) + params.max_tokens)
+        tokens = np.empty(most, np.int32)
+        tokens[: len(prompt)] = prompt
+        return Sequence(
+            request=command.request,
+            order=(command.priority, next(self._arrivals)),
+            tokens=tokens,
+            prompt_length=len(prompt),
+            sampling=make_sampling(command, tokens, vocabulary),
+            keys=PageKeys(command.cache_salt, self.kv.page_tokens),
+            arrival=command.arrival or self._clock(),
+            length=len(prompt),
+            prompt_logprobs=[] if params.prompt_logprobs is None else [None],
+        )
+
+    def _check_prompt(self, command: Add) -> None:
+        prompt, vocabulary, context = command.prompt, self.plan.model.vocab_size, self.plan.model.max_context
+        if not prompt:
+            raise UserError("the prompt is empty: it must have at least one token")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise UserError(f"token ids must be from 0 to {vocabulary - 1}, found {wrong} in the prompt")
+        if len(prompt) >= context:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but prompt and output together may have {context}: shorten it, "
+                "or compile the plan with a larger --max-context"
+            )
+        if len(prompt) >= self.max_tokens:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens, but the cache holds {self.kv.capacity}: shorten it, or give "
+                "more --memory"
+            )
+        if command.params.prompt_logprobs == -1 and len(prompt) * vocabulary * 4 > MAX_SCORE_BYTES:
+            raise UserError(
+                f"prompt_logprobs -1 is for prompts of at most {MAX_SCORE_BYTES // (vocabulary * 4)} tokens, this one "
+                f"has {len(prompt)}: ask for at most 20 alternatives"
+            )
+
+    def abort(self, request: str) -> None:
+        """End a request and free its pages at once; one that is not running any more is left alone."""
+        sequence = self._sequences.get(request)
+        if sequence is not None:
+            self._finish(sequence, "abort", self._pending)
+
+    def abort_all(self) -> None:
+        """Abort every request."""
+        for request in list(self._sequences):
+            self.abort(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no running request uses."""
+        self.kv.forget_unused()
+
+    def stats(self, number: int = 0) -> Stats:
+        """The state now."""
+        scheduler = self.scheduler
+        return Stats(
+            number=number,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_usage=self.kv.usage,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            preemptions=scheduler.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            steps=self._steps,
+            last_step=self._clock() - self._turn,
+            memory=self.device.memory(),
+        )
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One turn: schedule, execute, sample, update.
+
+        If it fails, every running request ends with an Error, all pages are free again and the waiting requests go on.
+        """
+        events, self._pending = self._pending, []
+        self._turn = self._clock()
+        self._audited = False
+        try:
+            chunks = self.scheduler.schedule()
+            if chunks:
+                self._update(chunks, self._execute(self._batches.build(chunks)), events)
+        except Exception as error:
+            traceback.print_exc()
+            self._fail_running(error, events)
+        return events
+
+    def _execute(self, batch: StepBatch) -> StepResult:
+        device = self.device
+        for group, source, destination in self.kv.take_copies():
+            device.copy_pages(group, [(source, destination)])
+        result = device.wait(device.submit(batch))
+        self._steps += 1
+        if self._trace:
+            size = f"{len(batch.tokens)} tokens, {len(batch.context)} sequences, {len(batch.rows)} rows"
+            print(f"step {self._steps}: {size}, {result.seconds * 1e3:.2f} ms", file=sys.stderr)
+        return result
+
+    def _fail_running(self, error: Exception, events: list[Event]) -> None:
+        for sequence in self.scheduler.running:
+            del self._sequences[sequence.request]
+            events.append(Error(sequence.request, f"the engine failed in a step: {error}", user_fault=False))
+        self.scheduler.clear_running()
+
+    def audit(self) -> list[Event]:
+        """To be called when idle: checks, once after work, that no page is lost.
+
+        A mismatch is reported as an Error of the engine itself, after which all pages are free again.
+        """
+        if self._audited or self.has_work:
+            return []
+        self._audited = True
+        try:
+            self.kv.check()
+            if self.kv.usage:
+                raise InternalError("pages are held although no request is running")
+        except InternalError as error:
+            self.scheduler.clear_running()
+            return [Error("", f"the page audit failed, and the cache was reset: {error}", user_fault=False)]
+        return []
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def _update(self, chunks: list[Chunk], result: StepResult, events: list[Event]) -> None:
+        now, page_tokens = self._clock(), self.kv.page_tokens
+        tokens: list[int] = result.rows["token"].tolist()
+        statuses: list[int] | None = result.rows["status"].tolist() if result.rows["status"].any() else None
+        row = 0
+        for chunk in chunks:
+            sequence, table, first = chunk.sequence, chunk.sequence.table, row
+            row += chunk.scores + chunk.samples
+            if statuses is not None and any(statuses[first:row]):
+                self._refuse(sequence, max(statuses[first:row]), events)
+                continue
+            computed = sequence.computed = sequence.computed + chunk.count
+            if not sequence.started:
+                sequence.started = self._turn
+            assert table is not None
+            if computed // page_tokens > table.settled:
+                self.kv.settle(table, self._keys(sequence), computed)
+            if chunk.scores:
+                _score(chunk, result, first)
+            if chunk.samples:
+                wanted = sequence.sampling.logprobs
+                logprobs = None if wanted is None else [_logprob(result, row - 1, wanted)]
+                self._append(sequence, tokens[row - 1], logprobs, now, events)
+
+    def _keys(self, sequence: Sequence) -> list[bytes]:
+        if not self.kv.prefix_cache:
+            return []
+        return sequence.keys(sequence.tokens, sequence.computed // self.kv.page_tokens)
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: list[TokenLogprob] | None, now: float, events: list[Event]
+    ) -> None:
+        sampling, length = sequence.sampling, sequence.length
+        sequence.tokens[length] = token
+        sequence.length = length = length + 1
+        self._generation_tokens += 1
+        prompt_logprobs: list[TokenLogprob | None] | None = None
+        if not sequence.first_token:
+            sequence.first_token = now
+            self._prompt_tokens += sequence.prompt_length
+            if sampling.prompt_logprobs is not None:
+                prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
+        events.append(Tokens(sequence.request, [token], logprobs, prompt_logprobs))
+        if token in sampling.stops:
+            self._finish(sequence, "stop", events, token)
+        elif length == len(sequence.tokens):
+            self._finish(sequence, "length", events)
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, events: list[Event], stop_token: int | None = None
+    ) -> None:
+        now, arrival = self._clock(), sequence.arrival
+        self.scheduler.remove(sequence)
+        del self._sequences[sequence.request]
+        metrics = RequestMetrics(
+            queue=(sequence.started or now) - arrival,
+            first_token=(sequence.first_token or now) - arrival,
+            total=now - arrival,
+            cached_tokens=sequence.cached_tokens,
+            preemptions=sequence.preemptions,
+        )
+        events.append(Finished(sequence.request, reason, stop_token, metrics))
+
+    def _refuse(self, sequence: Sequence, status: int, events: list[Event]) -> None:
+        """End a request whose row failed; what it computed may be damaged and is not reused."""
+        self.scheduler.remove(sequence, forget=True)
+        del self._sequences[sequence.request]
+        message, user_fault = _STATUS.get(status, (f"the sampler returned status {status}", False))
+        events.append(Error(sequence.request, message, user_fault))
+
+
+def _logprob(result: StepResult, row: int, alternatives: int, whole: bytes = b"") -> TokenLogprob:
+    token, rank, logprob, _ = result.rows[row].item()
+    tokens, values = result.top_tokens[row, :alternatives], result.top_logprobs[row, :alternatives]
+    return TokenLogprob(token, logprob, rank, list(zip(tokens.tolist(), values.tolist(), strict=True)), whole)
+
+
+def _score(chunk: Chunk, result: StepResult, first: int) -> None:
+    sequence, whole = chunk.sequence, chunk.vocabulary_logprobs
+    alternatives = max(0, sequence.sampling.prompt_logprobs or 0)
+    for index in range(chunk.scores):
+        row = b"" if whole is None else whole[index].tobytes()
+        sequence.prompt_logprobs.append(_logprob(result, first + index, alternatives, row))
+    sequence.scored = chunk.first_score + chunk.scores

@@ -1,0 +1,44 @@
+"""Environment variables: every knob there is, typed, in one table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Env:
+    """What the environment says. A field `name` is the variable `TOOLKIT_NAME`; `doc` in its metadata explains it."""
+
+    debug: int = field(default=0, metadata={"doc": "0 to 4: say more of what happens; 4 prints every engine step"})
+    cache: Path | None = field(default=None, metadata={"doc": "folder for compiled kernels; default ~/.cache/toolkit"})
+    mask_cpu_flags: tuple[str, ...] = field(
+        default=(), metadata={"doc": "CPU features, comma-separated, to do without, as /proc/cpuinfo names them"}
+    )
+
+
+def read_env(environ: Mapping[str, str] | None = None) -> Env:
+    """The knobs. Raises UserError naming the variable whose value can't be used."""
+    environ = os.environ if environ is None else environ
+    return Env(
+        debug=_level("TOOLKIT_DEBUG", environ.get("TOOLKIT_DEBUG", "")),
+        cache=Path(environ["TOOLKIT_CACHE"]) if environ.get("TOOLKIT_CACHE") else None,
+        mask_cpu_flags=tuple(filter(None, environ.get("TOOLKIT_MASK_CPU_FLAGS", "").split(","))),
+    )
+
+
+def describe_env() -> dict[str, str]:
+    """Every variable and what it is for."""
+    return {f"TOOLKIT_{item.name.upper()}": item.metadata["doc"] for item in fields(Env)}
+
+
+def _level(name: str, text: str) -> int:
+    if text == "":
+        return 0
+    if text not in ("0", "1", "2", "3", "4"):
+        raise UserError(f"{name} must be 0 to 4, not {text!r}")
+    return int(text)

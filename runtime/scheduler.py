@@ -1,0 +1,194 @@
+"""The scheduler: decides which sequences compute how many tokens in the next step.
+
+Sequences are served in order of priority, then arrival. Those that decode get their token in every step; the rest of
+the token budget goes to prompts, in chunks. When pages run out, the last in order gives its own back and starts again
+later. So the first in order always advances, and nothing waits forever behind what came after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+from .errors import InternalError
+from .kv.manager import KVManager, PageTable, Prefix
+from .sequence import Chunk, Sequence
+
+_order = attrgetter("order")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a step can hold."""
+
+    tokens: int
+    sequences: int
+    rows: int
+
+
+class Scheduler:
+    """Waiting and running sequences, both in order."""
+
+    def __init__(self, kv: KVManager, limits: Limits) -> None:
+        """Each running sequence needs a token and a row: raises InternalError if a step has fewer than sequences."""
+        if min(limits.tokens, limits.rows) < limits.sequences:
+            raise InternalError(f"a step of {limits} can't hold a token and a row for each of its sequences")
+        self.kv = kv
+        self.limits = limits
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._lanes = list(range(limits.sequences - 1, -1, -1))
+        self._blocked: tuple[tuple[int, int], int] | None = None
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Drop a sequence, running or waiting; with `forget`, what it computed can't be reused."""
+        if sequence.table is None:
+            del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+            return
+        del self.running[bisect_left(self.running, sequence.order, key=_order)]
+        self._take_back(sequence, sequence.table, forget=forget)
+
+    def clear_running(self) -> None:
+        """Drop all running sequences and every page's content."""
+        for sequence in self.running:
+            sequence.table = None
+        self.running.clear()
+        self.kv.reset()
+        self._lanes = list(range(self.limits.sequences - 1, -1, -1))
+        self._blocked = None
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, each of another sequence; empty if there is nothing to do."""
+        self._yield_to_priority()
+        decoding = sum(sequence.length - sequence.computed == 1 for sequence in self.running)
+        budget = self.limits.tokens - decoding
+        rows = self.limits.rows - len(self.running)
+        preemptions = self.preemptions
+        chunks: list[Chunk] = []
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            index += 1
+            remaining = sequence.length - sequence.computed
+            count = 1 if remaining == 1 else min(remaining, budget)
+            count = self._room(sequence, count) if count else 0
+            if count:
+                chunk = _chunk(sequence, count, rows + 1)
+                chunks.append(chunk)
+                budget -= chunk.count if remaining > 1 else 0
+                rows -= max(0, chunk.scores + chunk.samples - 1)
+        if preemptions == self.preemptions:
+            self._admit_waiting(chunks, budget, rows)
+        return chunks
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def _room(self, sequence: Sequence, count: int) -> int:
+        """Tokens, at most `count`, that the sequence gets pages for, if need be from those after it; 0: it was
+        preempted itself."""
+        while (table := sequence.table) is not None:
+            fit = self.kv.grow(table, sequence.computed + count) - sequence.computed
+            if fit > 0:
+                return fit
+            if len(self.running) == 1:
+                raise InternalError(f"{sequence.length} tokens of a sequence alone do not fit into the cache")
+            self._preempt(self.running[-1])
+        return 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        sequence.preemptions += 1
+        self.remove(sequence)
+        sequence.computed = 0
+        self.add(sequence)
+
+    def _take_back(self, sequence: Sequence, table: PageTable, *, forget: bool) -> None:
+        keys = sequence.keys(sequence.tokens, table.settled)[: table.settled] if forget else ()
+        self.kv.release(table, forget=keys)
+        self._lanes.append(table.lane)
+        sequence.table = None
+
+    # --- admission ----------------------------------------------------------------------------------------------------
+
+    def _yield_to_priority(self) -> None:
+        """Preempt sequences that keep one of a better priority waiting."""
+        while (
+            self.waiting
+            and self.running
+            and self.waiting[0].order[0] < self.running[-1].order[0]
+            and (not self._lanes or self._fitting_prefix(self.waiting[0]) is None)
+        ):
+            self._preempt(self.running[-1])
+
+    def _admit_waiting(self, chunks: list[Chunk], budget: int, rows: int) -> None:
+        while self.waiting and self._lanes and budget > 0 and rows > 0:
+            sequence = self.waiting[0]
+            if self.running and self._blocked == (sequence.order, self.kv.releases):
+                return
+            prefix = self._fitting_prefix(sequence)
+            if prefix is None:
+                self._blocked = (sequence.order, self.kv.releases)
+                return
+            if self._computed_soon(sequence, prefix):
+                return
+            table = self._admit(sequence, prefix)
+            count = self.kv.grow(table, min(sequence.length, prefix.tokens + budget)) - prefix.tokens
+            chunk = _chunk(sequence, count, rows)
+            chunks.append(chunk)
+            budget -= chunk.count
+            rows -= max(1, chunk.scores + chunk.samples)
+
+    def _fitting_prefix(self, sequence: Sequence) -> Prefix | None:
+        """The reusable prefix with which a waiting sequence can start, if there are pages for all its known tokens.
+
+        Each running sequence may soon need one more page, so as many are left over. Alone it can always start.
+        """
+        kv = self.kv
+        keys = sequence.keys(sequence.tokens, sequence.length // kv.page_tokens) if kv.prefix_cache else ()
+        prefix = kv.find_prefix(keys, sequence.reusable)
+        if kv.fits(prefix, sequence.length, self.limits.tokens, len(self.running)):
+            return prefix
+        return None if self.running else Prefix(0, ())
+
+    def _computed_soon(self, sequence: Sequence, prefix: Prefix) -> bool:
+        """Whether a running sequence is about to compute the page after the prefix, which is then worth waiting for."""
+        page = prefix.tokens // self.kv.page_tokens
+        if page >= len(prefix.keys) or prefix.tokens >= sequence.reusable:
+            return False
+        return any(
+            other.computed // self.kv.page_tokens <= page < other.length // self.kv.page_tokens
+            and other.keys(other.tokens, page + 1)[page] == prefix.keys[page]
+            for other in self.running
+        )
+
+    def _admit(self, sequence: Sequence, prefix: Prefix) -> PageTable:
+        del self.waiting[0]
+        insort(self.running, sequence, key=_order)
+        table = sequence.table = self.kv.admit(self._lanes.pop(), prefix)
+        sequence.computed = prefix.tokens
+        if self.kv.prefix_cache and sequence.preemptions == 0:
+            self.prefix_queries += sequence.length
+            self.prefix_hits += prefix.tokens
+            sequence.cached_tokens = prefix.tokens
+        return table
+
+
+def _chunk(sequence: Sequence, count: int, rows: int) -> Chunk:
+    """The next `count` tokens of a sequence, or fewer so that they need at most `rows` rows."""
+    start, length, prompt_end = sequence.computed, sequence.length, sequence.prompt_length - 1
+    first = max(start, sequence.scored)
+    if sequence.sampling.prompt_logprobs is None or first >= prompt_end:
+        return Chunk(sequence, start, count, samples=start + count == length)
+    scores = max(0, min(start + count, prompt_end) - first)
+    if scores + (start + count == length) > rows:
+        count = first - start + rows
+        scores = rows
+    return Chunk(sequence, start, count, first, scores, start + count == length)

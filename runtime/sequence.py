@@ -1,0 +1,72 @@
+"""A request inside the engine: its tokens, how far they are computed, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .kv.manager import PageTable
+from .kv.prefix import PageKeys
+from .request import TokenLogprob
+from .sampling import Sampling
+from .step import Float32, Int32
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request from arrival to its last token.
+
+    `tokens[:length]` are known (prompt, then outputs), of which the first `computed` are in the cache. What remains is
+    computed in chunks, and the step that computes the last known token draws the next. Decoding is the case in which
+    one token remains; a preempted sequence starts again with `computed` 0 and keeps its outputs.
+    """
+
+    request: str
+    order: tuple[int, int]
+    """Priority, then number of arrival: lower is served earlier and preempted later."""
+    tokens: Int32
+    """As long as the sequence may become; the address never changes, for records on the device point to it."""
+    prompt_length: int
+    sampling: Sampling
+    keys: PageKeys
+    arrival: float
+    """`time.monotonic()`"""
+    length: int
+    computed: int = 0
+    table: PageTable | None = None
+    """The pages held, while running."""
+    scored: int = 0
+    """The next position whose successor's log-probability is wanted, if it is before the end of the prompt."""
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """What was scored so far, until it is sent with the first token."""
+    started: float = 0.0
+    first_token: float = 0.0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @property
+    def outputs(self) -> int:
+        """Output tokens so far."""
+        return self.length - self.prompt_length
+
+    @property
+    def reusable(self) -> int:
+        """The most tokens that may come from the prefix cache: the last one and those to be scored must be computed."""
+        wanted = self.sampling.prompt_logprobs is not None and self.scored < self.prompt_length - 1
+        return self.scored if wanted else self.length - 1
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """The part of a step that belongs to one sequence: `count` tokens from position `start`.
+
+    Its rows are `scores` prompt scores, for positions from `first_score`, then one drawn token if `samples`.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    first_score: int = 0
+    scores: int = 0
+    samples: bool = False
+    vocabulary_logprobs: Float32 | None = None
+    """[scores, V], if the whole vocabulary was asked for."""

@@ -1,0 +1,106 @@
+"""Driving an engine over the fake device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unit.runtime.fake_device import EOS, FakeDevice, fake_plan
+
+from toolkit.runtime.engine import Engine
+from toolkit.runtime.options import EngineOptions
+from toolkit.runtime.request import Add, Error, Event, Finished, SamplingParams, Stats, TokenLogprob, Tokens
+
+PLENTY = 100
+"""Pages for any test's load."""
+
+
+def make_engine(*, pages: int = PLENTY, options: Mapping[str, Any] | None = None, **plan: Any) -> Engine:
+    """An engine over a fake device with so many pages a group."""
+    return Engine(FakeDevice(fake_plan(**plan), pages), EngineOptions(**(options or {})))
+
+
+def device_of(engine: Engine) -> FakeDevice:
+    assert isinstance(engine.device, FakeDevice)
+    return engine.device
+
+
+def make_request(name: str, prompt: Sequence[int], *, priority: int = 0, salt: str = "", **params: Any) -> Add:
+    """A request, greedy unless told otherwise."""
+    defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    return Add(name, list(prompt), SamplingParams(**(defaults | params)), (EOS,), priority, salt)
+
+
+@dataclass
+class Output:
+    """What came out for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finished: Finished | None = None
+    error: Error | None = None
+
+    def take(self, event: Event) -> None:
+        assert not isinstance(event, Stats)
+        assert self.finished is None, "an event came after the last one"
+        assert self.error is None, "an event came after the last one"
+        if isinstance(event, Tokens):
+            assert event.prompt_logprobs is None or not self.tokens
+            self.tokens += event.tokens
+            self.logprobs += event.logprobs or []
+            self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
+        elif isinstance(event, Finished):
+            self.finished = event
+        else:
+            self.error = event
+
+    @property
+    def result(self) -> tuple[object, ...]:
+        """All that must not depend on how the request was scheduled."""
+        reason = self.finished and (self.finished.reason, self.finished.stop_token)
+        return self.tokens, self.logprobs, self.prompt_logprobs, reason, self.error
+
+
+def run(
+    engine: Engine,
+    requests: Iterable[Add],
+    *,
+    arrivals: Sequence[int] = (),
+    aborts: Mapping[str, int] | None = None,
+    max_steps: int = 5000,
+) -> dict[str, Output]:
+    """Serve requests to the end, request i from step `arrivals[i]` (default 0) on, and audit the pages at every step.
+
+    `aborts` maps requests to the step before which they are aborted.
+    """
+    queue = [(arrivals[index] if index < len(arrivals) else 0, add) for index, add in enumerate(requests)]
+    outputs = {add.request: Output() for _, add in queue}
+    for step in range(max_steps):
+        for arrival, add in queue:
+            if arrival == step:
+                engine.add(add)
+        for name, when in (aborts or {}).items():
+            if when == step:
+                engine.abort(name)
+        if not engine.has_work and all(arrival <= step for arrival, _ in queue):
+            assert engine.audit() == []
+            assert engine.kv.usage == 0.0
+            return outputs
+        for event in engine.step():
+            assert not isinstance(event, Stats)
+            outputs[event.request].take(event)
+        engine.kv.check()
+    raise AssertionError(f"requests did not end within {max_steps} steps")
+
+
+def alone(request: Add, **plan: Any) -> Output:
+    """The request's output when nothing else runs, in one chunk, without prefix cache or lack of pages."""
+    engine = make_engine(options={"prefix_cache": False}, **(plan | {"max_tokens": 512, "max_rows": 512}))
+    output = Output()
+    engine.add(request)
+    while engine.has_work:
+        for event in engine.step():
+            output.take(event)
+    return output
