@@ -102,17 +102,21 @@ def complete(kind: str, types: Types, attrs: Attrs) -> dict[str, Attr]:
     return full
 
 
+def infer(kind: str, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+    """Types of an op's outputs, given all its attributes. Raises ValueError where the op would be illegal."""
+    try:
+        return OPS[kind].infer(types, attrs)
+    except ValueError as error:
+        raise ValueError(f"{kind}: {error}") from None
+
+
 def make_op(
     kind: str, inputs: Sequence[Value], names: Sequence[str], attrs: Attrs | None = None, source: Source = NO_SOURCE
 ) -> Op:
     """An op with complete attributes and inferred output types. Raises ValueError where it would be illegal."""
     types = [value.type for value in inputs]
     full = complete(kind, types, attrs or {})
-    try:
-        results = OPS[kind].infer(types, full)
-    except ValueError as error:
-        raise ValueError(f"{kind}: {error}") from None
-    outputs = tuple(Value(name, result) for name, result in zip(names, results, strict=True))
+    outputs = tuple(Value(name, type_) for name, type_ in zip(names, infer(kind, types, full), strict=True))
     return Op(kind, tuple(inputs), outputs, full, source)
 
 
@@ -167,12 +171,13 @@ class GraphBuilder:
         self, kind: str, /, *inputs: Value, names: Sequence[str] = (), source: Source = NO_SOURCE, **attrs: Attr
     ) -> tuple[Value, ...]:
         """Append an op and return its outputs. Raises ValueError where it would be illegal."""
-        full = complete(kind, [value.type for value in inputs], attrs)
-        count = len(OPS[kind].infer([value.type for value in inputs], full))
-        hints = names or [kind] * count
-        op = make_op(kind, inputs, [self.fresh(hint) for hint in hints], full, source)
-        self._ops.append(op)
-        return op.outputs
+        types = [value.type for value in inputs]
+        full = complete(kind, types, attrs)
+        results = infer(kind, types, full)
+        hints = names or [kind] * len(results)
+        outputs = tuple(Value(self.fresh(hint), type_) for hint, type_ in zip(hints, results, strict=True))
+        self._ops.append(Op(kind, inputs, outputs, full, source))
+        return outputs
 
     def op(self, kind: str, /, *inputs: Value, name: str = "", source: Source = NO_SOURCE, **attrs: Attr) -> Value:
         """Append an op with one output and return that."""

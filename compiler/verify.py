@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..runtime.errors import InternalError
 from .ir import Graph, Op, Param
 from .op_spec import to_numpy
-from .ops import OPS, complete
+from .ops import complete, infer
 from .shapes import CACHE, Sym
 
 
@@ -94,7 +94,7 @@ def _op(op: Op) -> list[str]:
     try:
         if complete(op.kind, types, op.attrs) != dict(op.attrs):
             raise ValueError(f"expected attributes {complete(op.kind, types, op.attrs)}, found {dict(op.attrs)}")
-        expected = OPS[op.kind].infer(types, op.attrs)
+        expected = infer(op.kind, types, op.attrs)
     except ValueError as error:
         return [f"{describe(op)}: {error}"]
     found = tuple(value.type for value in op.outputs)
