@@ -1,0 +1,259 @@
+"""Fusions at their edges: what they must take, and what they must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.compiler.check import find_difference
+from toolkit.compiler.interpret import interpret
+from toolkit.compiler.ir import Graph, Value
+from toolkit.compiler.op_spec import Array, Packing
+from toolkit.compiler.ops import GraphBuilder
+from toolkit.compiler.pass_ import Pass
+from toolkit.compiler.shapes import Dim, Sym
+from toolkit.compiler.verify import verify
+from toolkit.passes.act_mul import FuseActMul
+from toolkit.passes.add_norm import FuseAddNorm
+from toolkit.passes.canonicalize import Canonicalize
+from toolkit.passes.fuse_pointwise import FusePointwise
+from toolkit.passes.insert_caches import InsertCaches
+from toolkit.passes.linear_epilogue import FuseLinearEpilogue
+from toolkit.passes.merge_linear import MergeLinear
+from toolkit.passes.rope_kv_write import FuseRopeKvWrite
+from toolkit.runtime.encodings import FLOAT32, INT8, Encoding
+from toolkit.runtime.errors import UserError
+
+T = Sym("T", 8)
+
+
+def fused(graph: Graph, fusion: Pass) -> Graph:
+    """The result of a pass, which must be legal, stable and equal on random inputs."""
+    result = fusion(graph)
+    verify(result)
+    assert fusion(result) == result
+    inputs = {value.name: random(value.type.shape, value.name) for value in graph.inputs}
+    params = {param.value.name: random(param.value.type.shape, param.value.name) for param in graph.params}
+    packing = Packing((0, 5), (5,), (0,))
+    for old, new in zip(
+        *(interpret(g, inputs, params, packing=packing).values() for g in (graph, result)), strict=True
+    ):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-5)
+    return result
+
+
+def random(shape: tuple[Dim, ...], name: str) -> Array:
+    sizes = [dim if isinstance(dim, int) else 5 * dim.factor for dim in shape]
+    return np.random.default_rng(len(name) + sum(map(ord, name))).standard_normal(sizes).astype(np.float32)
+
+
+def ops(graph: Graph) -> list[tuple[str, object]]:
+    """Kinds with the expression or epilogue."""
+    return [(op.kind, op.attrs.get("expr", op.attrs.get("epilogue", ""))) for op in graph.ops]
+
+
+# --- pointwise --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tree_becomes_one_expression() -> None:
+    b = GraphBuilder()
+    x, y = b.input("x", "float32", (T, 4)), b.input("y", "float32", (T, 4))
+    left = b.op("activation", b.op("mul", x, scalar=0.5), kind="silu")
+    right = b.op("where", b.op("compare", y, op="gt", scalar=0.0), y, b.op("sub", x, scalar=1.0, reverse=True))
+    result = fused(b.build(b.op("mul", left, right)), FusePointwise())
+    (op,) = result.ops
+    assert op.inputs == (x, y)
+    assert op.attrs["expr"] == "(mul (silu (mul in0 0.5)) (where (gt in1 0.0) in1 (sub 1.0 in0)))"
+
+
+def test_values_that_others_read_are_not_computed_twice() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    shared = b.op("activation", x, kind="exp")
+    graph = b.build(b.op("add", shared, scalar=1.0), b.op("mul", shared, scalar=2.0))
+    assert fused(graph, FusePointwise()) == graph
+
+
+def test_a_value_used_twice_by_one_op_is_not_computed_twice() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    e = b.op("activation", x, kind="exp")
+    assert len(fused(b.build(b.op("mul", e, e)), FusePointwise()).ops) == 2
+
+
+def test_work_on_a_column_is_not_repeated_for_every_element() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    scale = b.op("activation", b.op("add", b.op("reduce", x, op="mean", keepdims=True), scalar=1.0), kind="exp")
+    result = fused(b.build(b.op("mul", x, scale)), FusePointwise())
+    assert ops(result) == [("reduce", ""), ("pointwise", "(exp (add in0 1.0))"), ("mul", "")]
+
+
+def test_inputs_that_broadcast_both_ways_stay_apart() -> None:
+    b = GraphBuilder()
+    x, column, row = (b.input(n, "float32", s) for n, s in (("x", (T, 2, 4)), ("c", (T, 1, 4)), ("r", (2, 1))))
+    result = fused(b.build(b.op("mul", b.op("add", x, column), row)), FusePointwise())
+    assert [op.kind for op in result.ops] == ["add", "mul"]
+
+
+def test_the_number_of_inputs_is_bounded() -> None:
+    b = GraphBuilder()
+    total = b.input("x0", "float32", (T, 4))
+    for number in range(1, 11):
+        total = b.op("add", total, b.input(f"x{number}", "float32", (T, 4)))
+    result = fused(b.build(total), FusePointwise())
+    assert sorted(len(op.inputs) for op in result.ops)[-1] <= 8
+    assert len(result.ops) == 2
+
+
+def test_integers_are_left_alone() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "int32", (T,))
+    graph = b.build(b.op("mul", b.op("add", x, x), x))
+    assert FusePointwise()(graph) == graph
+
+
+# --- linear epilogue --------------------------------------------------------------------------------------------------
+
+
+def linear(b: GraphBuilder, x: Value, name: str = "w") -> Value:
+    return b.op("linear", x, b.param(name, (4, 4)), name=name)
+
+
+def test_activation_residual_and_row_become_the_epilogue() -> None:
+    b = GraphBuilder()
+    x, residual = b.input("x", "float32", (T, 4)), b.input("residual", "float32", (T, 4))
+    y = b.op("mul", b.op("activation", linear(b, x), kind="gelu"), b.param("row", (4,)))
+    result = fused(b.build(b.op("add", residual, y)), FuseLinearEpilogue())
+    (op,) = result.ops
+    assert op.attrs["epilogue"] == "(add in2 (mul (gelu in0) in1))"
+    assert [value.name for value in op.inputs] == ["x", "w", "row", "residual"]
+
+
+def test_a_result_that_others_read_keeps_its_linear() -> None:
+    b = GraphBuilder()
+    y = linear(b, b.input("x", "float32", (T, 4)))
+    graph = b.build(b.op("activation", y, kind="relu"), b.op("add", y, scalar=1.0))
+    assert fused(graph, FuseLinearEpilogue()) == graph
+
+
+def test_only_one_of_two_linears_takes_their_product() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    gate = b.op("activation", linear(b, x, "gate"), kind="silu")
+    result = fused(b.build(b.op("mul", gate, linear(b, x, "up"))), FuseLinearEpilogue())
+    assert [kind for kind, _ in ops(result)] == ["linear", "linear"]
+    assert {epilogue for _, epilogue in ops(result)} in ({"(silu in0)", "(mul in1 in0)"}, {"", "(mul (silu in0) in1)"})
+
+
+def test_an_epilogue_is_not_repeated_by_what_reads_it_twice() -> None:
+    b = GraphBuilder()
+    e = b.op("activation", linear(b, b.input("x", "float32", (T, 4))), kind="exp")
+    result = fused(b.build(b.op("mul", e, e)), FuseLinearEpilogue())
+    assert ops(result) == [("linear", "(exp in0)"), ("mul", "")]
+
+
+def test_columns_and_too_many_extras_do_not_fit_an_epilogue() -> None:
+    b = GraphBuilder()
+    x, column = b.input("x", "float32", (T, 4)), b.input("column", "float32", (T, 1))
+    graph = b.build(b.op("mul", linear(b, x), column))
+    assert fused(graph, FuseLinearEpilogue()) == graph
+    b = GraphBuilder()
+    total = linear(b, b.input("x", "float32", (T, 4)))
+    for number in range(6):
+        total = b.op("add", total, b.input(f"x{number}", "float32", (T, 4)))
+    kinds = [kind for kind, _ in ops(fused(b.build(total), FuseLinearEpilogue()))]
+    assert kinds == ["linear", "add", "add"]
+
+
+# --- add + norm, act * mul --------------------------------------------------------------------------------------------
+
+
+def test_two_norms_of_one_sum_add_once() -> None:
+    b = GraphBuilder()
+    x, y = b.input("x", "float32", (T, 4)), b.input("y", "float32", (T, 4))
+    total = b.op("add", x, y)
+    norms = [b.op("norm", total, b.param(f"w{i}", (4,)), eps=1e-5) for i in range(2)]
+    result = fused(b.build(*norms, total), FuseAddNorm())
+    assert [op.kind for op in result.ops] == ["add_norm", "norm"]
+    assert result.outputs == (*norms, total)
+
+
+@pytest.mark.parametrize("other", ["scalar", "row"])
+def test_a_norm_of_another_sum_stays(other: str) -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    total = b.op("add", x, scalar=2.0) if other == "scalar" else b.op("add", x, b.param("row", (4,)))
+    graph = b.build(b.op("norm", total, eps=1e-5, has_weight=False))
+    assert fused(graph, FuseAddNorm()) == graph
+
+
+def gated(first: int = 0, kind: str = "silu", swap: bool = False) -> Graph:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 8))
+    halves = [b.op("slice", x, axis=1, start=start, stop=start + 4) for start in (first, 4 - first)]
+    gate = b.op("activation", halves[0], kind=kind)
+    return b.build(b.op("mul", halves[1], gate) if swap else b.op("mul", gate, halves[1]))
+
+
+def test_gated_halves_become_act_mul() -> None:
+    each = FuseActMul(frozenset(["silu"]))
+    for swap in (False, True):
+        assert [op.kind for op in fused(gated(swap=swap), each).ops] == ["act_mul"]
+    for graph in (gated(first=4), gated(kind="softplus")):
+        assert fused(graph, each) == graph
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def test_attention_that_is_not_causal_is_refused() -> None:
+    b = GraphBuilder()
+    q = b.input("q", "float32", (T, 2, 4))
+    graph = b.build(b.op("attention", q, q, q, layer=0, scale=1.0, causal=False, name="both_ways"))
+    with pytest.raises(UserError, match="not causal can't be run token by token: both_ways"):
+        InsertCaches()(graph)
+
+
+def test_caches_say_what_layers_need(decoder: Callable[..., Any]) -> None:
+    graph = InsertCaches()(decoder().graph())
+    assert [(c.layer, c.heads, c.key_dim, c.value_dim, c.window) for c in graph.caches] == [
+        (0, 2, 16, 16, 0),
+        (1, 2, 16, 16, 4),
+    ]
+
+
+def test_merged_weights_say_their_rows(decoder: Callable[..., Any]) -> None:
+    graph = MergeLinear(lambda name: FLOAT32)(InsertCaches()(decoder(bias=True).graph()))
+    merged = {param.value.name: param for param in graph.params}
+    qkv = merged["layers.0.attn.q.weight.qkv"]
+    assert [(piece.tensor, piece.start, piece.stop) for piece in qkv.recipe.pieces] == [
+        ("layers.0.attn.q.weight", 0, 64),
+        ("layers.0.attn.k.weight", 0, 32),
+        ("layers.0.attn.v.weight", 0, 32),
+    ]
+    assert merged["layers.0.attn.q.bias.qkv"].value.type.shape == (128,)
+    assert [piece.tensor for piece in merged["layers.1.mlp.gate.weight.gate_up"].recipe.pieces] == [
+        "layers.1.mlp.gate.weight",
+        "layers.1.mlp.up.weight",
+    ]
+
+
+def reasons(graph: Graph, encoding_of: Callable[[str], Encoding] = lambda name: FLOAT32) -> list[str]:
+    """Notes of merging, canonicalizing and fusing rotation and cache write; the meaning must stay."""
+    cached = InsertCaches()(graph)
+    merge = MergeLinear(encoding_of).run(cached)
+    fuse = FuseRopeKvWrite().run(Canonicalize()(merge.graph))
+    assert find_difference(graph, fuse.graph) == ""
+    return [*merge.notes, *fuse.notes]
+
+
+def test_what_can_not_be_fused_is_reported(decoder: Callable[..., Any]) -> None:
+    assert reasons(decoder().graph()) == []
+    (merge, *_) = reasons(decoder(layers=1).graph(), lambda name: INT8 if ".v." in name else FLOAT32)
+    assert merge == "layers.0.attn.q and its siblings are not merged: their weights are stored as a8g32, f32"
+    (fuse,) = reasons(decoder(layers=1, qk_norm="full").graph())
+    assert fuse.startswith("layers.0.attn: rotation and cache write are not fused: ")
