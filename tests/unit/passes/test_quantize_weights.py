@@ -94,7 +94,7 @@ def test_bad_rule_files_are_refused(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_unknown_presets_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--quant expects keep, none, int8, int4 or a .yaml file of rules, found"):
+    with pytest.raises(UserError, match="--quant expects keep, none, int8, int4 or a "):
         Quantization.parse("int5")
     with pytest.raises(UserError, match="can't read the quantization rules"):
         Quantization.parse(str(tmp_path / "none.yaml"))
