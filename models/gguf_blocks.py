@@ -58,9 +58,13 @@ class BlockType:
             dtype = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}[self.encoding.kind]
             return EncodedArray(self.encoding, np.ascontiguousarray(rows).view(dtype))
         blocks = np.ascontiguousarray(rows).reshape(-1, self.bytes)
-        codes, scale, minimum = (None if part is None else part.reshape(len(rows), -1) for part in self.unpack(blocks))
-        assert codes is not None
-        return EncodedArray(self.encoding, codes, scale, minimum)
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale stays NaN, and is refused when packed
+            parts = self.unpack(blocks)
+        codes, *scales = parts
+        columns = rows.shape[1] // self.bytes * self.size
+        groups = (len(rows), columns // self.encoding.group)
+        scale, minimum = (None if part is None else part.reshape(groups) for part in scales)
+        return EncodedArray(self.encoding, codes.reshape(len(rows), columns), scale, minimum)
 
 
 def _half(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
