@@ -181,7 +181,7 @@ def written(path: Path, arch: str, values: dict[str, Any], tensors: dict[str, An
     """A file with some hyperparameters and tensors, given by their values or their shape."""
     writer = gguf.GGUFWriter(path, arch)
     for key, value in values.items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add: Any = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(f"{arch}.{key}", value)
     for name, shape in tensors.items():
         writer.add_tensor(name, np.ones(shape, np.float32) if isinstance(shape, tuple) else shape)
@@ -192,7 +192,7 @@ def written(path: Path, arch: str, values: dict[str, Any], tensors: dict[str, An
     return str(path)
 
 
-HYPER = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64}
+HYPER: dict[str, Any] = {"context_length": 64, "embedding_length": 64, "block_count": 1, "feed_forward_length": 64}
 HYPER |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
 
 

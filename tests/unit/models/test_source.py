@@ -59,7 +59,7 @@ def test_generation_config_says_what_ends_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_sharded_checkpoint_of_the_bare_decoder(tmp_path: Path) -> None:
-    small = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    small: dict[str, Any] = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
     model = saved(tmp_path / "whole", "gpt2", **small)
     model.transformer.save_pretrained(tmp_path / "bare", max_shard_size="20KB")
     config = json.loads((tmp_path / "bare" / "config.json").read_text())
