@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from unit.runtime.sample_plan import sample_plan
 
@@ -29,6 +33,7 @@ from toolkit.runtime.request import (
     Tokens,
 )
 from toolkit.runtime.server.app import create_app
+from toolkit.runtime.server.run import listen
 from toolkit.runtime.server.service import Service
 
 EOS = 256
@@ -153,7 +158,7 @@ class FakeEngine:
 def make_plan(*, text: bool = True, max_context: int = 256) -> Plan:
     """A plan whose model has a token a byte."""
     plan = sample_plan(b"library", b"weights", b"{}")
-    model = msgspec.structs.replace(plan.model, name="bytes/model", vocab_size=300, max_context=max_context)
+    model = msgspec.structs.replace(plan.model, name="bytes/model", vocab_size=1000, max_context=max_context)
     return msgspec.structs.replace(plan, model=model, text=plan.text if text else None, eos_token_ids=(EOS,))
 
 
@@ -183,3 +188,32 @@ class Server:
     async def __aexit__(self, *error: object) -> None:
         await self.client.aclose()
         await self.service.stop()
+
+
+@contextmanager
+def http_server(**engine: Any) -> Iterator[tuple[str, FakeEngine]]:
+    """The application on a real port, in a thread with an event loop of its own: its URL and its engine."""
+    listener = listen("127.0.0.1", 0)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, FakeEngine]] = Future()
+
+    async def main() -> None:
+        done = asyncio.Event()
+        async with Server() as server:
+            for name, value in engine.items():
+                setattr(server.engine, name, value)
+            config = uvicorn.Config(server.app, lifespan="off", log_config=None, ws="none")
+            http = uvicorn.Server(config)
+            serving = asyncio.create_task(http.serve(sockets=[listener]))
+            started.set_result((asyncio.get_running_loop(), done, server.engine))
+            await done.wait()
+            http.should_exit = True
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    loop, done, fake = started.result(20)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", fake
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(20)

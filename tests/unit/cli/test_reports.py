@@ -1,0 +1,171 @@
+"""`inspect`, `doctor`, `generate` and `bench kernels`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from unit.runtime.engine_harness import make_engine
+from unit.runtime.fake_device import FakeDevice, fake_plan
+from unit.runtime.sample_plan import sample_plan, write_sample_plan
+from unit.runtime.server.fakes import ByteTokenizer
+
+from toolkit.cli import doctor, load, main
+from toolkit.cli.inspect import examine, memory_map
+from toolkit.cli.profile import make_step
+from toolkit.runtime.encodings import Q4_0
+from toolkit.runtime.errors import UserError
+from toolkit.runtime.plan import Buffer, WeightEntry
+from toolkit.runtime.prompt import Prompts
+
+# --- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspection_follows_the_roofline() -> None:
+    plan = sample_plan(b"library", b"weights", b"{}")
+    bucket = plan.buckets[0]
+    launches = [
+        msgspec.structs.replace(bucket.forward[0], op="linear:layers.0.a", bytes=2_000_000, flops=10),
+        msgspec.structs.replace(bucket.forward[0], op="linear:layers.1.a", bytes=0, flops=4_000_000),
+    ]
+    weight = WeightEntry("weights.safetensors", 64, 5000, (4, 4), Q4_0, "panel16")
+    plan = msgspec.structs.replace(
+        plan,
+        buckets=(msgspec.structs.replace(bucket, forward=tuple(launches)),),
+        weights={**plan.weights, "v": weight},
+    )
+    found = examine(plan, bandwidth=1e9, arithmetic=1e9)
+    assert [(each.seconds, each.bound) for each in found.launches] == [(0.002, "memory"), (0.004, "arithmetic")]
+    assert found.seconds_per_token == pytest.approx(0.006)
+    assert [(each.encoding, each.bytes) for each in found.weights] == [("a4g32", 5000), ("f32", 64)]
+    assert [(each.family, each.launches) for each in found.kernels] == [("embedding", 2)]
+    assert found.kv_bytes_per_token == sum(each.bytes_per_token for each in found.caches) == 256
+
+
+def test_inspect_prints_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sample_plan(tmp_path / "plan")
+    assert main.run(["inspect", str(tmp_path / "plan")]) == 0
+    text = capsys.readouterr().out
+    for shown in (
+        "sample",
+        "10 ops captured, 5 after",
+        "fuse",
+        "embedding:model.embed_tokens",
+        "KV cache",
+        "x86-64-v3",
+    ):
+        assert shown in text
+    assert main.run(["inspect", str(tmp_path / "plan"), "--launches"]) == 0
+    assert "0 embedding:model.embed_tokens" in capsys.readouterr().out
+    assert main.run(["inspect", str(tmp_path / "plan"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"]["name"] == "sample"
+    assert data["bandwidth"] > 1e8
+    assert data["arithmetic"] > 1e8
+    assert main.run(["inspect", str(tmp_path)]) == 2
+    assert "has no plan.json" in capsys.readouterr().err
+
+
+def test_the_memory_map_shows_where_and_when() -> None:
+    buffers = [Buffer("a", 0, 600, 0, 0), Buffer("b", 600, 600, 1, 1)]
+    lines = memory_map(buffers, 1200).splitlines()
+    half = len(lines[0]) // 2
+    assert lines[0] == "█" * half + " " * half
+    assert lines[-1] == " " * half + "█" * half
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("python", "instruction set", "cores", "memory", "C++ compiler", "torch"))
+    assert main.run(["doctor", "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["instruction set"]["value"].startswith("x86-64-v")
+    assert found["cuda-python"]["problem"] == ""
+
+
+def test_doctor_fails_where_plans_cant_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    with pytest.raises(SystemExit) as caught:
+        main.run(["doctor"])
+    assert caught.value.code == 1
+    assert "lacks" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["torch>=2.11; extra == 'compile'", "absent-package>=1; extra == 'compile'", "click>=8"]
+    monkeypatch.setattr(doctor, "requires", lambda name: wanted)
+    found = {each.name: each for each in doctor.examine()}
+    assert found["torch"].problem == ""
+    assert "pip install 'plan-toolkit[compile]'" in found["absent-package"].problem
+    assert "click" not in found
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def open_prompts(directory: object, plan: Any) -> Prompts:
+        return Prompts(plan, ByteTokenizer(), None)
+
+    monkeypatch.setattr("toolkit.runtime.llm.open_engine", lambda *_: make_engine(vocabulary=128))
+    monkeypatch.setattr(Prompts, "open", open_prompts)
+
+
+def test_generate_streams_text_or_ids(fake_llm: None, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--max-tokens", "6", "--temperature", "0"]
+    assert main.run(["generate", "plan", "--prompt", "abc", *options]) == 0
+    text = capsys.readouterr()
+    assert "first token after" in text.err
+    assert main.run(["generate", "plan", "--prompt", "abc", *options, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["text"] + "\n" == text.out
+    assert main.run(["generate", "plan", "--tokens", "97,98,99", *options]) == 0
+    assert [int(token) for token in capsys.readouterr().out.split()] == data["token_ids"]
+
+
+@pytest.mark.parametrize("prompt", [[], ["--prompt", "a", "--tokens", "1"], ["--tokens", "a"], ["--tokens", "999"]])
+def test_generate_refuses(prompt: list[str], fake_llm: None) -> None:
+    assert main.run(["generate", "plan", *prompt]) == 2
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+def test_profiled_steps_are_legal() -> None:
+    """The fake device checks everything about a step and that no read slot is unwritten."""
+    device = FakeDevice(fake_plan(windows=(0, 16), page_tokens=4), pages=64)
+    step = make_step(device, batch=3, tokens=9, context=9)
+    step.rows["sample"], step.rows["target"] = 0, 3  # the fake sampler wants a history
+    result = device.wait(device.submit(step))
+    assert result.rows["token"].tolist() == [3, 3, 3]
+    assert len(np.unique(np.concatenate([page.ravel() for page in step.pages[:1]]))) == 9
+    with pytest.raises(UserError, match="--memory"):
+        make_step(device, batch=3, tokens=1, context=96)
+
+
+def test_kernels_need_a_plan_and_a_step_it_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sample_plan(tmp_path / "plan")
+    for arguments, reason in (
+        (["http://127.0.0.1:1"], "give a plan"),
+        ([str(tmp_path / "plan"), "--batch", "9"], "at most 32 tokens and 8 sequences"),
+        ([str(tmp_path / "plan"), "--context", "129"], "1 to 128"),
+    ):
+        assert main.run(["bench", "kernels", *arguments]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_percentiles_and_prompts() -> None:
+    times = load.percentiles([float(value) for value in range(1, 101)])
+    assert (times.mean, times.p50, times.p90, times.p99) == (50.5, 51.0, 91.0, 100.0)
+    prompts = load.random_prompts(5, 7, 50)
+    assert prompts == load.random_prompts(5, 7, 50)
+    assert all(len(prompt) == 7 and 10 <= min(prompt) <= max(prompt) < 50 for prompt in prompts)
