@@ -38,7 +38,7 @@ from .request import (
     Tokens,
 )
 
-STATS_PATIENCE = 0.03
+STATS_PATIENCE = 0.5
 """Seconds to wait for the engine's state before answering with the last one known."""
 
 _log = logging.getLogger("toolkit.engine")
@@ -110,6 +110,10 @@ class EngineClient(ABC):
     @abstractmethod
     def _send(self, command: Command) -> None:
         """Pass a command on. Never blocks, never fails: the end of the engine is noticed elsewhere."""
+
+    @abstractmethod
+    async def close(self, drain: bool = False) -> None:
+        """See `AsyncEngine`."""
 
     # --- for front ends -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -122,7 +123,7 @@ class ProcessEngine(EngineClient):
         if self._state is None:
             # Both ends are connected: the socket takes messages now, and its name is not needed any more.
             self._remove_folder()
-            self._socket.send(self._encoder.encode(self._unsent), zmq.NOBLOCK)
+            self._transmit(self._unsent)
             self._unsent.clear()
         super()._take_stats(stats)
 
@@ -130,8 +131,12 @@ class ProcessEngine(EngineClient):
         if self._state is None:
             self._unsent.append(command)
         elif not self._socket.closed:
-            self._socket.send(self._encoder.encode([command]), zmq.NOBLOCK)
+            self._transmit([command])
             self._receive()  # sending may swallow the signal for what came meanwhile
+
+    def _transmit(self, commands: list[Command]) -> None:
+        with suppress(zmq.Again):  # the child is gone, which the watcher is about to say
+            self._socket.send(self._encoder.encode(commands), zmq.NOBLOCK)
 
     def kill(self) -> None:
         """End the process at once."""
