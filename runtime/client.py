@@ -15,11 +15,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
-from .engine import Engine, open_engine
 from .errors import InternalError, UserError
 from .loop import run_loop
 from .options import EngineOptions
@@ -37,6 +36,9 @@ from .request import (
     Stats,
     Tokens,
 )
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 STATS_PATIENCE = 0.5
 """Seconds to wait for the engine's state before answering with the last one known."""
@@ -263,6 +265,8 @@ class ThreadEngine(EngineClient):
     @classmethod
     def open(cls, directory: Path, options: EngineOptions) -> ThreadEngine:
         """Load a plan. Raises UserError if it or an option can't be used."""
+        from .engine import open_engine  # what only the engine needs is not loaded beside a `ProcessEngine`
+
         return cls(open_engine(directory, options))
 
     def _run(self) -> None:

@@ -11,14 +11,16 @@ Q4_K is (4, 32, 0) with float32 scale d*sc and float32 minimum -dmin*m; Q6_K is 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FloatName = Literal["float32", "float16", "bfloat16"]
-Array = npt.NDArray[np.generic]
+Array: TypeAlias = "npt.NDArray[np.generic]"
 
 
 class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +79,8 @@ class EncodedArray(msgspec.Struct, frozen=True):
 
     def decode(self) -> npt.NDArray[np.float32]:
         """The values as float32."""
+        import numpy as np  # not needed to read plans, which starting a server waits for
+
         enc = self.encoding
         if enc.kind == "bfloat16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)

@@ -8,9 +8,9 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from .abi import ABI_HASH
 from .errors import UserError
 from .plan import MAJOR, MINOR, ArenaArg, Bucket, CacheArg, Launch, Plan, WeightArg
-from .step import ABI_HASH
 
 
 class _Header(msgspec.Struct):

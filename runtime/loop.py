@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .engine import Engine
 from .errors import InternalError
 from .request import Abort, Add, Command, Error, Event, Ping, ResetPrefixCache, Shutdown
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 IDLE_SECONDS = 0.5
 """Longest wait for a command, so that the loop turns, and says so, when there is nothing to do."""

@@ -34,7 +34,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         return Prompts(plan, ByteTokenizer(), RoleTemplate())
 
     monkeypatch.setattr("toolkit.runtime.llm.open_engine", open_engine)
-    monkeypatch.setattr("toolkit.runtime.client.open_engine", open_engine)
+    monkeypatch.setattr("toolkit.runtime.engine.open_engine", open_engine)
     monkeypatch.setattr(Prompts, "open", open_prompts)
     return opened
 
