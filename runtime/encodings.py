@@ -11,7 +11,7 @@ Q4_K is (4, 32, 0) with float32 scale d*sc and float32 minimum -dmin*m; Q6_K is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    Array: TypeAlias = npt.NDArray[np.generic]
+else:
+    Array = (
+        Any  # numpy is loaded when a value is decoded: reading a plan, which starting a server waits for, needs none
+    )
+
 FloatName = Literal["float32", "float16", "bfloat16"]
-Array: TypeAlias = "npt.NDArray[np.generic]"
 
 
 class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +84,7 @@ class EncodedArray(msgspec.Struct, frozen=True):
 
     def decode(self) -> npt.NDArray[np.float32]:
         """The values as float32."""
-        import numpy as np  # not needed to read plans, which starting a server waits for
+        import numpy as np
 
         enc = self.encoding
         if enc.kind == "bfloat16":
