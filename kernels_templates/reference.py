@@ -11,6 +11,7 @@ lane t % 16 of panel t / 16. A slot is `page * page_tokens + t`; page 0 is the t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -34,3 +35,98 @@ def page_bytes(heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype
     if page_tokens <= 0 or page_tokens % PANEL:
         raise ValueError(f"page_tokens must be a multiple of {PANEL}, found {page_tokens}")
     return heads * page_tokens * (key_dim + value_dim) * _STORAGE[dtype].itemsize
+
+
+def store(x: npt.NDArray[np.float32], dtype: KvDType) -> Array:
+    """Floats in a cache's dtype, rounded to nearest even; bfloat16 as uint16 bit patterns."""
+    if dtype != "bfloat16":
+        return x.astype(_STORAGE[dtype])
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+def restore(x: Array, dtype: KvDType) -> npt.NDArray[np.float32]:
+    """The floats that `store` kept."""
+    if dtype != "bfloat16":
+        return x.astype(np.float32)
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """The K/V pages of one layer: `data` is uint8 [pages, page_bytes], written in place."""
+
+    data: npt.NDArray[np.uint8]
+    heads: int
+    key_dim: int
+    value_dim: int
+    page_tokens: int
+    dtype: KvDType
+
+    @staticmethod
+    def empty(pages: int, heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype: KvDType) -> PagedCache:
+        """Pages full of 0xFF bytes, which are NaN in every dtype."""
+        size = page_bytes(heads, key_dim, value_dim, page_tokens, dtype)
+        return PagedCache(np.full((pages, size), 0xFF, np.uint8), heads, key_dim, value_dim, page_tokens, dtype)
+
+    @property
+    def keys(self) -> Array:
+        """A view [pages, heads, page_tokens / 16, key_dim, 16]."""
+        width = self.heads * self.page_tokens * self.key_dim
+        shape = (-1, self.heads, self.page_tokens // PANEL, self.key_dim, PANEL)
+        return self.data.view(_STORAGE[self.dtype])[:, :width].reshape(shape)
+
+    @property
+    def values(self) -> Array:
+        """A view [pages, heads, page_tokens, value_dim]."""
+        width = self.heads * self.page_tokens * self.key_dim
+        shape = (-1, self.heads, self.page_tokens, self.value_dim)
+        return self.data.view(_STORAGE[self.dtype])[:, width:].reshape(shape)
+
+    def write(self, k: npt.NDArray[np.float32], v: npt.NDArray[np.float32], slots: Array) -> None:
+        """The meaning of `kv_write`: k[T, heads, key_dim] and v[T, heads, value_dim] go to slots[T]."""
+        pages, tokens = slots // self.page_tokens, slots % self.page_tokens
+        self.keys[pages, :, tokens // PANEL, :, tokens % PANEL] = store(k, self.dtype)
+        self.values[pages, :, tokens] = store(v, self.dtype)
+
+    def read(self, pages: Array, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Keys [length, heads, key_dim] and values [length, heads, value_dim] of a sequence with these pages."""
+        k = self.keys[pages].transpose(0, 2, 4, 1, 3).reshape(-1, self.heads, self.key_dim)[:length]
+        v = self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
+        return restore(k, self.dtype), restore(v, self.dtype)
+
+
+def attention(
+    q: npt.NDArray[np.float32],
+    cache: PagedCache,
+    pages: Array,
+    seq_start: Array,
+    context: Array,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.float32]:
+    """Causal attention of q[T, heads, key_dim] over pages[S, P], in float64; the result is [T, heads, value_dim].
+
+    Query i of sequence s has position `context[s] - (seq_start[s + 1] - seq_start[s]) + i` and sees the keys up to it, the
+    last `window` of them if there is a window. A sink is one more score of its head, without a value.
+    """
+    heads = q.shape[1]
+    out = np.empty((len(q), heads, cache.value_dim), np.float32)
+    for s, length in enumerate(context):
+        k, v = (x.astype(np.float64).repeat(heads // cache.heads, axis=1) for x in cache.read(pages[s], length))
+        for row in range(seq_start[s], seq_start[s + 1]):
+            last = length - seq_start[s + 1] + row + 1
+            seen = slice(max(0, last - window) if window else 0, last)
+            scores = np.einsum("hd,jhd->hj", q[row].astype(np.float64) * scale, k[seen])
+            if softcap:
+                scores = np.tanh(scores / softcap) * softcap
+            extra = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+            top = np.maximum(scores.max(axis=1), extra)
+            weights = np.exp(scores - top[:, None])
+            total = weights.sum(axis=1) + np.exp(extra - top)
+            out[row] = np.einsum("hj,jhd->hd", weights / total[:, None], v[seen])
+    return out

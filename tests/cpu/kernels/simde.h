@@ -35,6 +35,15 @@ static inline __m512 emulated_cvtph_ps(__m256i x) {
   return result;
 }
 
+static inline __m256i emulated_cvtps_ph(__m512 x) {
+  __m256 halves[2];
+  memcpy(halves, &x, sizeof halves);
+  __m128i packed[2] = {_mm256_cvtps_ph(halves[0], 0), _mm256_cvtps_ph(halves[1], 0)};  // to nearest even
+  __m256i result;
+  memcpy(&result, packed, sizeof result);
+  return result;
+}
+
 static inline __m512 emulated_maskz_loadu_ps(__mmask16 mask, const void *p) {
   float lanes[16] = {0};
   for (int i = 0; i < 16; i++)
@@ -57,5 +66,6 @@ static inline void emulated_mask_storeu_ps(void *p, __mmask16 mask, __m512 x) {
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32
 #define _mm512_cvtps_pd emulated_cvtps_pd
 #define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtps_ph(x, rounding) emulated_cvtps_ph(x)
 #define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
 #define _mm512_mask_storeu_ps emulated_mask_storeu_ps

@@ -1,0 +1,205 @@
+"""Attention over pages, and the writes that fill them, against numpy; equal to the bit under batching and chunking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cpu.kernels.harness import Guarded, aligned, isas, load_kernel, random_floats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.reference import KvDType, PagedCache, attention, restore, store
+from toolkit.kernels_templates.render import Isa
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention layer."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: KvDType = "float32"
+    page_tokens: int = 16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def kernel(self) -> KernelSpec:
+        params = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
+        flags = {"has_window": self.window > 0, "has_softcap": self.softcap > 0, "has_sinks": self.sinks}
+        return KernelSpec("attention", {**params, **flags})
+
+
+@dataclass
+class Batch:
+    """Sequences whose pages hold `context` tokens each, of which the last `queries` are asked about."""
+
+    shape: Shape
+    cache: PagedCache
+    pages: Array
+    q: list[Floats]
+    context: list[int]
+    sinks: Floats
+
+    def run(self, isa: Isa, chosen: list[tuple[int, int, int]], threads: int = 1) -> list[Floats]:
+        """Results of steps (sequence, first query position, end position), all in one call."""
+        shape, scale = self.shape, 1.0 / np.sqrt(self.shape.key_dim)
+        q = aligned(np.concatenate([self.q[s][first:end] for s, first, end in chosen]))
+        counts = [end - first for _, first, end in chosen]
+        seq_start = np.cumsum([0, *counts], dtype=np.int32)
+        context = np.array([end for _, _, end in chosen], np.int32)
+        pages = self._visible_pages(chosen)
+        out = Guarded((len(q), shape.heads, shape.value_dim), np.float32)
+        optional = [shape.window] * (shape.window > 0) + [shape.softcap] * (shape.softcap > 0)
+        load_kernel(shape.kernel, isa)(
+            *(q, self.cache.data, pages, pages.shape[1], seq_start, context, *[self.sinks] * shape.sinks, out.array),
+            *(len(chosen), shape.heads, shape.kv_heads, shape.page_tokens, scale, *optional),
+            threads=threads,
+        )
+        out.check()
+        return np.split(out.array, seq_start[1:-1])
+
+    def expected(self, chosen: list[tuple[int, int, int]]) -> list[Floats]:
+        shape = self.shape
+        q = np.concatenate([self.q[s][first:end] for s, first, end in chosen])
+        seq_start = np.cumsum([0, *(end - first for _, first, end in chosen)])
+        result = attention(
+            q,
+            self.cache,
+            self.pages[[s for s, _, _ in chosen]],
+            seq_start,
+            np.array([end for _, _, end in chosen]),
+            scale=1.0 / np.sqrt(shape.key_dim),
+            window=shape.window,
+            softcap=shape.softcap,
+            sinks=self.sinks if shape.sinks else None,
+        )
+        return np.split(result, seq_start[1:-1])
+
+    def _visible_pages(self, chosen: list[tuple[int, int, int]]) -> Array:
+        """Page tables in which pages that no query sees are 0, the trash page, or far out of range."""
+        pages = self.pages[[s for s, _, _ in chosen]].copy()
+        for row, (_, first, end) in zip(pages, chosen, strict=True):
+            row[-(-end // self.shape.page_tokens) :] = 1 << 30
+            if self.shape.window:
+                row[: max(0, first - self.shape.window + 1) // self.shape.page_tokens] = 0
+        return np.ascontiguousarray(pages)
+
+
+def make_batch(shape: Shape, context: list[int], seed: int = 0) -> Batch:
+    """Random queries, keys and values; pages in random order; page 0 and unwritten tokens hold NaN."""
+    rng = np.random.default_rng(seed)
+    needed = [-(-length // shape.page_tokens) for length in context]
+    ids = rng.permutation(sum(needed)) + 1
+    pages = np.zeros((len(context), max(needed) + 2), np.int32)
+    for row, first, count in zip(pages, np.cumsum([0, *needed[:-1]]), needed, strict=True):
+        row[:count] = ids[first : first + count]
+    cache = PagedCache.empty(
+        sum(needed) + 1, shape.kv_heads, shape.key_dim, shape.value_dim, shape.page_tokens, shape.dtype
+    )
+    cache = PagedCache(aligned(cache.data), *list(cache.__dict__.values())[1:])
+    for s, length in enumerate(context):
+        k = random_floats(rng, length, shape.kv_heads, shape.key_dim)
+        v = random_floats(rng, length, shape.kv_heads, shape.value_dim)
+        at = np.arange(length)
+        cache.write(k, v, pages[s][at // shape.page_tokens] * shape.page_tokens + at % shape.page_tokens)
+    q = [random_floats(rng, length, shape.heads, shape.key_dim) for length in context]
+    return Batch(shape, cache, pages, q, context, random_floats(rng, shape.heads))
+
+
+SHAPES = {
+    "smollm": Shape(9, 3, 64, 64),
+    "mha": Shape(4, 4, 32, 32, page_tokens=32),
+    "mqa": Shape(13, 1, 16, 16, dtype="float16"),
+    "gemma": Shape(4, 1, 256, 256, dtype="bfloat16", window=40, softcap=5.0),
+    "latent": Shape(6, 2, 72, 40, dtype="float16", page_tokens=48),
+    "sinks": Shape(8, 2, 64, 64, window=100, sinks=True, dtype="bfloat16"),
+    "many heads": Shape(70, 1, 24, 88),
+}
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("name", SHAPES)
+def test_decode_and_prefill_match_numpy(name: str, isa: Isa) -> None:
+    batch = make_batch(SHAPES[name], [1, 200, 63, 64, 65, 130])
+    chosen = [(0, 0, 1), (1, 150, 200), (2, 62, 63), (3, 0, 64), (4, 64, 65), (5, 129, 130)]
+    for got, want in zip(batch.run(isa, chosen), batch.expected(chosen), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=3e-6)
+
+
+@given(
+    shape=st.sampled_from([SHAPES["smollm"], SHAPES["sinks"], SHAPES["latent"]]),
+    cuts=st.lists(st.integers(1, 149), max_size=4, unique=True),
+    threads=st.integers(1, 5),
+    neighbor=st.integers(1, 90),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_query_is_the_same_to_the_bit_in_any_batch_and_chunking(
+    shape: Shape, cuts: list[int], threads: int, neighbor: int
+) -> None:
+    batch = make_batch(shape, [150, neighbor])
+    (whole,) = batch.run("x86-64-v3", [(0, 0, 150)])
+    bounds = [0, *sorted(cuts), 150]
+    for first, end in zip(bounds, bounds[1:], strict=False):
+        _, chunk = batch.run("x86-64-v3", [(1, 0, neighbor), (0, first, end)], threads=threads)
+        np.testing.assert_array_equal(chunk, whole[first:end])
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_decode_is_prefill_to_the_bit(isa: Isa) -> None:
+    batch = make_batch(SHAPES["smollm"], [70])
+    (whole,) = batch.run(isa, [(0, 0, 70)])
+    steps = [batch.run(isa, [(0, t, t + 1)], threads=2)[0] for t in range(70)]
+    np.testing.assert_array_equal(np.concatenate(steps), whole)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: Isa) -> None:
+    batch = make_batch(SHAPES["smollm"], [80, 80])
+    batch.q[0] *= 1e4
+    batch.q[1][3] = np.nan
+    big, poisoned = batch.run(isa, [(0, 0, 80), (1, 0, 80)])
+    assert np.isfinite(big).all()
+    assert np.isnan(poisoned[3]).all()
+    assert np.isfinite(np.delete(poisoned, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_kv_write(dtype: KvDType, isa: Isa) -> None:
+    rng = np.random.default_rng(1)
+    tokens, heads, key_dim, value_dim, page_tokens = 37, 3, 40, 24, 32
+    k, v = random_floats(rng, tokens, heads * key_dim + 5), random_floats(rng, tokens, heads * value_dim)
+    k[0, 0], v[0, 0], v[1, 1] = np.nan, np.inf, 1e-41
+    slots = rng.permutation(5 * page_tokens)[:tokens].astype(np.int32)
+    want = PagedCache.empty(5, heads, key_dim, value_dim, page_tokens, dtype)
+    want.write(k[:, :-5].reshape(tokens, heads, key_dim), v.reshape(tokens, heads, value_dim), slots)
+    got = Guarded(want.data.shape, np.uint8)
+    got.array[:] = 0xFF
+    kernel = load_kernel(KernelSpec("kv_write", {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}), isa)
+    kernel(k, v, slots, got.array, tokens, heads, page_tokens, k.shape[1], v.shape[1], threads=3)
+    got.check()
+    stored = PagedCache(got.array, *list(want.__dict__.values())[1:])
+    np.testing.assert_array_equal(restore(stored.keys, dtype), restore(want.keys, dtype))
+    np.testing.assert_array_equal(restore(stored.values, dtype), restore(want.values, dtype))
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=64))
+def test_stored_bfloat16_is_the_nearest(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    kept = restore(store(x, "bfloat16"), "bfloat16")
+    np.testing.assert_array_equal(np.isnan(kept), np.isnan(x))
+    both = np.isfinite(x) & np.isfinite(kept)
+    error = np.abs(kept[both].astype(np.float64) - x[both])
+    assert (error <= np.abs(x[both].astype(np.float64)) / 256 + 1e-40).all()
