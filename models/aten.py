@@ -1,224 +1,18 @@
-"""Translate an exported program, node by node, into IR ops.
-
-The export has a batch dimension of 1, the IR has none: a translated tensor remembers which torch axis was the batch, and
-that axis is left out of its IR value.
-"""
+"""The table that translates torch ops into IR ops: one small function an op."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import getitem
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import SymInt, Tensor, fx
 
-from ..compiler.ir import Attr, Source, Value
-from ..compiler.shapes import Dim, Shape, Sym
-from .emitter import BINARY, Emitter
-from .hooks import Hooks
-from .probe import ACTIVATIONS, RopeKind
+from ..compiler.ir import Attr, Value
+from .emitter import BINARY
+from .probe import ACTIVATIONS
+from .translate import Handler, Operand, Positional, Traced, Translator, Untranslatable, Weight, op_name
 
-
-WRAPPER = "model"
-"""Attribute of the exported module that holds the model: the first part of every path in the export."""
-
-
-class Untranslatable(Exception):
-    """A node has no meaning in the IR; the text says why."""
-
-
-@dataclass(frozen=True)
-class Traced:
-    """An IR value and the axis of the torch tensor that it lacks because it was the batch of 1."""
-
-    value: Value
-    batch: int | None = None
-
-    @property
-    def rank(self) -> int:
-        """Number of torch axes."""
-        return len(self.value.type.shape) + (self.batch is not None)
-
-    def axis(self, dim: int) -> int:
-        """The IR axis of a torch axis."""
-        dim %= self.rank
-        if dim == self.batch:
-            raise Untranslatable("it works along the batch")
-        return dim - (self.batch is not None and dim > self.batch)
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter of the model, before it is known how an op reads it."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """cos or sin of a rotary table at the positions, before it is known how an op reads it."""
-
-    number: int
-    name: str
-    positions: Value
-
-
-Operand = Traced | Weight | Table | Tensor
-"""What a tensor of the export became. A real torch tensor is a constant."""
-
-
-class Translator:
-    """Walks the nodes of an export.
-
-    `tensors` maps placeholder names to operands: weights, real buffers and constants, and step inputs. `problems` gets a
-    sentence for everything that can't be translated.
-    """
-
-    def __init__(self, emit: Emitter, hooks: Hooks, symbols: Mapping[Any, Sym]) -> None:
-        self.emitter = emit
-        self.problems: list[str] = []
-        self.hooks = hooks
-        self._symbols = symbols
-        self._values: dict[fx.Node, Any] = {}
-        self._ropes: dict[tuple[int, int], RopeKind | None] = {}
-
-    def run(self, graph: fx.Graph, tensors: Mapping[str, Operand]) -> Value | None:
-        """The graph's only output, or None if it can't be translated."""
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = tensors[node.name]
-            elif node.op == "call_function":
-                self._values[node] = self._translate(node)
-            elif node.op == "output":
-                (result,) = self._resolve(node.args[0])
-                return self.traced(result).value if result is not None else None
-        return None
-
-    def _translate(self, node: fx.Node) -> Any:
-        """What a node becomes; None, after a problem, for what can't be or depends on what couldn't be."""
-        found = node.meta.get("val")
-        if not isinstance(found, (Tensor, list, tuple)):
-            return found  # a size, or a check that has no result
-        args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
-        if any(self._values.get(given, 0) is None for given in node.all_input_nodes):
-            return None
-        self.emitter.source = _source(node)
-        try:
-            result = self._call(node, args, kwargs)
-            self._check(node, result)
-        except (Untranslatable, ValueError) as error:
-            self._problem(f"{_name(node)} ({self.emitter.source.line}) can't be translated: {error}")
-            return None
-        return result
-
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if _is_constant(args) and _is_constant(kwargs) and isinstance(node.target, torch._ops.OpOverload):
-            return node.target(*args, **{name: "cpu" if name == "device" else x for name, x in kwargs.items()})
-        if node.target is getitem:
-            return args[0][args[1]]
-        handler = HANDLERS.get(_name(node))
-        if handler is None:
-            raise Untranslatable("no IR op is known for it")
-        return handler(self, node, *args, **kwargs)
-
-    def _resolve(self, argument: Any) -> Any:
-        """An argument with nodes replaced by what they became."""
-        return fx.map_arg(argument, lambda node: self._values[node])
-
-    def _check(self, node: fx.Node, result: Any) -> None:
-        """The translation has the shape that torch says."""
-        found = node.meta["val"]
-        for traced, tensor in zip(_flat(result), _flat(found), strict=True):
-            if isinstance(traced, Traced):
-                shape = self.shape(tensor, traced.batch)
-                if shape != traced.value.type.shape:
-                    raise Untranslatable(f"it became {traced.value.type}, expected shape {shape}")
-
-    def _problem(self, text: str) -> None:
-        if text not in self.problems:
-            self.problems.append(text)
-
-    # what handlers use
-
-    def shape(self, tensor: Tensor, batch: int | None) -> Shape:
-        """A torch tensor's shape without the batch."""
-        return tuple(self._dim(size) for axis, size in enumerate(tensor.shape) if axis != batch)
-
-    def _dim(self, size: int | SymInt) -> Dim:
-        if isinstance(size, int):
-            return size
-        for expression, symbol in self._symbols.items():
-            factor = size.node.expr / expression
-            if factor.is_Integer:
-                return Sym(symbol.name, symbol.bound, int(factor))
-        raise Untranslatable(f"it has a dimension {size}")
-
-    def traced(self, operand: Operand) -> Traced:
-        """The operand as an IR value."""
-        if isinstance(operand, Traced):
-            return operand
-        if isinstance(operand, Weight):
-            return Traced(self.emitter.weight(operand.name, operand.shape))
-        if isinstance(operand, Table):
-            table = getattr(self.hooks.tables[operand.number], operand.name)
-            return Traced(self.gather(operand, table), 0)
-        if isinstance(operand, Tensor):
-            array = operand.detach()
-            return Traced(
-                self.emitter.constant("constant", (array.float() if array.is_floating_point() else array).numpy())
-            )
-        raise Untranslatable(f"it takes a {type(operand).__name__}")
-
-    def gather(self, table: Table, columns: Tensor) -> Value:
-        """A rotary table's columns [max_context, W] at the positions."""
-        param = self.emitter.constant(f"rope.{table.name}", columns.contiguous().numpy())
-        return self.emitter.share("embedding", param, table.positions)
-
-    def rope_kind(self, site: int, table: int) -> RopeKind:
-        """How a rope function rotates with a table."""
-        if (site, table) not in self._ropes:
-            self._ropes[site, table] = self.hooks.sites[site].classify(self.hooks.tables[table].cos)
-        kind = self._ropes[site, table]
-        if kind is None:
-            raise Untranslatable(f"{self.hooks.sites[site].name} rotates in an unknown way")
-        return kind
-
-
-def _name(node: fx.Node) -> str:
-    """`aten.add` or `toolkit.norm`."""
-    return str(node.target).rpartition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
-
-
-def _source(node: fx.Node) -> Source:
-    """Module path and line of the modeling code."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    module = stack[-1][0] if stack else ""
-    frames = re.findall(r'File ".*?([^/\\]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    modeling = [frame for frame in frames if frame[0].startswith("modeling_")] or frames
-    return Source(module.removeprefix(WRAPPER + "."), ":".join(modeling[-1]) if modeling else "")
-
-
-def _is_constant(argument: Any) -> bool:
-    """Whether an argument is known now: real tensors and plain values."""
-    if isinstance(argument, (list, tuple)):
-        return all(map(_is_constant, argument))
-    if isinstance(argument, dict):
-        return all(map(_is_constant, argument.values()))
-    return not isinstance(argument, (Traced, Weight, Table, SymInt))
-
-
-def _flat(values: Any) -> Sequence[Any]:
-    return values if isinstance(values, (list, tuple)) else (values,)
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-Handler = Callable[..., Any]
 HANDLERS: dict[str, Handler] = {}
 """Op name, without overload, to what translates it: a function of the translator, the node and the op's arguments."""
 
@@ -235,11 +29,11 @@ def translates(*names: str) -> Callable[[Handler], Handler]:
 
 
 @translates("toolkit.norm")
-def _norm(t: Translator, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, kind: str,
-          eps: float, offset: float) -> Traced:  # fmt: skip
+def _norm(
+    t: Translator, node: fx.Node, x: Operand, weight: Operand | None, bias: Operand | None, **attrs: Attr
+) -> Traced:
     x = t.traced(x)
     weights = [t.traced(w).value for w in (weight, bias) if w is not None]
-    attrs: dict[str, Attr] = {"kind": kind, "eps": eps, "offset": offset}
     attrs |= {"has_weight": weight is not None, "has_bias": bias is not None}
     return Traced(t.emitter.rowwise("norm", x.value, *weights, **attrs), x.batch)
 
@@ -251,28 +45,33 @@ def _activation(t: Translator, node: fx.Node, x: Operand, kind: str) -> Traced:
 
 
 @translates("toolkit.rope_table")
-def _rope_table(t: Translator, node: fx.Node, positions: Operand, table: int, width: int) -> tuple[Table, Table]:
-    value = t.traced(positions).value
-    return Table(table, "cos", value), Table(table, "sin", value)
+def _rope_table(t: Translator, node: fx.Node, positions: Operand, table: int, width: int) -> tuple[Operand, Operand]:
+    if not isinstance(positions, Positional) or not positions.is_positions:
+        raise Untranslatable("a rotary module is given something other than the positions")
+    tables = t.hooks.tables[table]
+    return Positional.table(tables.cos[None]), Positional.table(tables.sin[None])
 
 
 @translates("toolkit.rope")
-def _rope(t: Translator, node: fx.Node, x: Operand, cos: Operand, sin: Operand, site: int) -> Traced:
+def _rope(t: Translator, node: fx.Node, x: Operand, cos: Operand, sin: Operand, *, site: int) -> Traced:
     x = t.traced(x)
-    if not isinstance(cos, Table) or not isinstance(sin, Table) or (cos.name, sin.name) != ("cos", "sin"):
-        raise Untranslatable("its tables come from no rotary module")
-    kind = t.rope_kind(site, cos.number)
-    table = t.hooks.tables[cos.number]
-    gathered = t.gather(cos, kind.columns(table.cos)), t.gather(sin, kind.columns(table.sin) * kind.sign)
-    return Traced(t.emitter.emit("rope", x.value, *gathered, style=kind.style), x.batch)
+    if not isinstance(cos, Positional) or not isinstance(sin, Positional):
+        raise Untranslatable("it rotates by more than the positions")
+    place = t.hooks.sites[site]
+    kind = place.classify(cos.rows)
+    if kind is None:
+        raise Untranslatable(f"{place.name} rotates in an unknown way")
+    tables = [
+        t.emitter.constant(f"rope.{name}", kind.columns(operand.rows).mul(sign).numpy())
+        for name, operand, sign in (("cos", cos, 1.0), ("sin", sin, kind.sign))
+    ]
+    return Traced(t.emitter.emit("rope", x.value, *map(t.gathered, tables), style=kind.style), x.batch)
 
 
 @translates("toolkit.attention")
-def _attention(t: Translator, node: fx.Node, q: Operand, k: Operand, v: Operand, sinks: Operand | None, layer: int,
-               scale: float, window: int, softcap: float, causal: bool) -> Traced:  # fmt: skip
-    inputs = [t.traced(x).value for x in (q, k, v, sinks) if x is not None]
-    attrs: dict[str, Attr] = {"layer": layer, "scale": scale, "window": window, "softcap": softcap, "causal": causal}
-    return Traced(t.emitter.emit("attention", *inputs, **attrs, has_sinks=sinks is not None), 0)
+def _attention(t: Translator, node: fx.Node, *operands: Operand | None, **attrs: Attr) -> Traced:
+    inputs = [t.traced(x).value for x in operands if x is not None]
+    return Traced(t.emitter.emit("attention", *inputs, **attrs, has_sinks=len(inputs) == 4), 0)
 
 
 @translates("toolkit.take_rows")
@@ -303,13 +102,11 @@ def _layer_repeat(t: Translator, node: fx.Node, x: Operand, like: int, index: in
 
 @translates("aten.embedding")
 def _embedding(t: Translator, node: fx.Node, table: Operand, ids: Operand, *_: object) -> Traced:
+    if isinstance(table, Weight) and isinstance(ids, Positional):
+        # positions plus a number: a table that begins later
+        weight = t.emitter.weight(table.name, table.shape, start=ids.offset)
+        return Traced(t.emitter.emit("embedding", weight, t.positions), 0)
     index = t.traced(ids)
-    shift = t.emitter.producer(index.value, "add")
-    if isinstance(table, Weight) and shift is not None and len(shift.inputs) == 1:
-        # ids plus a number: a table that begins later
-        start = int(float(str(shift.attrs["scalar"])))
-        weight = t.emitter.weight(table.name, table.shape, start=start)
-        return Traced(t.emitter.emit("embedding", weight, shift.inputs[0]), index.batch)
     return Traced(t.emitter.emit("embedding", t.traced(table).value, index.value), index.batch)
 
 
@@ -341,16 +138,24 @@ def _matmul(t: Translator, node: fx.Node, a: Operand, b: Operand) -> Traced:
     return Traced(t.emitter.emit("bmm", x.value, y.value), x.batch)
 
 
-@translates("aten.layer_norm", "aten.rms_norm")
-def _functional_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], weight: Operand | None = None,
-                     *rest: Any) -> Traced:  # fmt: skip
-    if len(shape) != 1:
-        raise Untranslatable(f"it normalizes over {len(shape)} axes")
-    if _name(node) == "aten.rms_norm":
-        eps = rest[0] if rest and rest[0] is not None else torch.finfo(torch.float32).eps
-        return _norm(t, node, x, weight, None, "rms", float(eps), 0.0)
-    bias, eps = (*rest, *(None, 1e-5)[len(rest) :])[:2]
-    return _norm(t, node, x, weight, bias, "layer", float(eps), 0.0)
+@translates("aten.rms_norm")
+def _rms_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], *rest: Any) -> Traced:
+    _one_axis(shape)
+    weight, eps = (*rest, *(None, None)[len(rest) :])
+    epsilon = torch.finfo(torch.float32).eps if eps is None else float(eps)
+    return _norm(t, node, x, weight, None, kind="rms", eps=epsilon)
+
+
+@translates("aten.layer_norm")
+def _layer_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], *rest: Any) -> Traced:
+    _one_axis(shape)
+    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    return _norm(t, node, x, weight, bias, kind="layer", eps=float(eps))
+
+
+def _one_axis(axes: Sequence[int]) -> None:
+    if len(axes) != 1:
+        raise Untranslatable(f"it works over {len(axes)} axes")
 
 
 # pointwise
@@ -363,8 +168,15 @@ def _pointwise_kind(name: str) -> Handler:
     return handler
 
 
-HANDLERS |= {f"aten.{kind}": _pointwise_kind(kind) for kind in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos")}
+HANDLERS |= {
+    f"aten.{kind}": _pointwise_kind(kind) for kind in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos")
+}
 HANDLERS |= {f"aten.{kind}": _pointwise_kind(kind) for kind in ACTIVATIONS}
+
+
+@translates("aten.expm1")
+def _expm1(t: Translator, node: fx.Node, x: Operand) -> Traced:
+    return _combine(t, node, "sub", _activation(t, node, x, "exp"), 1.0)
 
 
 @translates("aten.gelu")
@@ -384,6 +196,7 @@ def _binary(kind: str, *, swap: bool = False) -> Handler:
 
 
 HANDLERS |= {f"aten.{kind}": _binary(kind) for kind in BINARY} | {"aten.rsub": _binary("sub", swap=True)}
+HANDLERS |= {"aten.max": _binary("maximum"), "aten.min": _binary("minimum")}
 
 
 def _combine(t: Translator, node: fx.Node, kind: str, a: Any, b: Any) -> Traced:
@@ -401,7 +214,7 @@ def _combine(t: Translator, node: fx.Node, kind: str, a: Any, b: Any) -> Traced:
         reverse = kind in ("sub", "div", "pow")
         return Traced(t.emitter.rowwise(kind, x.value, scalar=left, reverse=reverse), x.batch)
     (x, y), batch = _aligned(t, node, a, b)
-    return Traced(t.emitter.emit(kind, x, y), batch)
+    return Traced(t.emitter.broadcast(kind, x, y), batch)
 
 
 def _scalar(operand: Any) -> float | None:
@@ -456,7 +269,7 @@ def _where(t: Translator, node: fx.Node, condition: Operand, a: Operand, b: Oper
 @translates("aten.clamp", "aten.clamp_min", "aten.clamp_max", "aten.hardtanh")
 def _clamp(t: Translator, node: fx.Node, x: Operand, first: float | None = None, second: float | None = None) -> Traced:
     x = t.traced(x)
-    low, high = (None, first) if _name(node) == "aten.clamp_max" else (first, second)
+    low, high = (None, first) if op_name(node) == "aten.clamp_max" else (first, second)
     given = {name: float(limit) for name, limit in (("low", low), ("high", high)) if limit is not None}
     return Traced(t.emitter.rowwise("clamp", x.value, **given), x.batch)
 
@@ -468,10 +281,11 @@ def _softmax(t: Translator, node: fx.Node, x: Operand, dim: int, *_: object, **_
 
 
 def _reduce(op: str) -> Handler:
-    def handler(t: Translator, node: fx.Node, x: Operand, dims: Sequence[int], keepdim: bool = False, **_: Any) -> Traced:
+    def handler(
+        t: Translator, node: fx.Node, x: Operand, dims: Sequence[int], keepdim: bool = False, **_: Any
+    ) -> Traced:
         x = t.traced(x)
-        if len(dims) != 1:
-            raise Untranslatable(f"it reduces {len(dims)} axes")
+        _one_axis(dims)
         axis = dims[0] % x.rank
         batch = x.batch - (x.batch > axis and not keepdim) if x.batch is not None else None
         return Traced(t.emitter.emit("reduce", x.value, op=op, axis=x.axis(axis), keepdims=keepdim), batch)
@@ -508,7 +322,7 @@ def _view(t: Translator, node: fx.Node, x: Operand, *_: object) -> Traced:
 
 
 @translates("aten.unsqueeze")
-def _unsqueeze(t: Translator, node: fx.Node, x: Operand, dim: int) -> Traced | Table:
+def _unsqueeze(t: Translator, node: fx.Node, x: Operand, dim: int) -> Traced:
     x = t.traced(x)
     dim %= x.rank + 1
     if dim == 0 and x.batch is None:
@@ -547,11 +361,11 @@ def _t(t: Translator, node: fx.Node, x: Operand) -> Traced:
 
 
 @translates("aten.slice")
-def _slice(t: Translator, node: fx.Node, x: Operand, dim: int = 0, start: int | None = None, stop: Any = None,
-           step: int = 1) -> Operand:  # fmt: skip
+def _slice(t: Translator, node: fx.Node, x: Operand, dim: int = 0, *span: Any) -> Operand:
     before, after = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     if before[dim] == after[dim]:
         return x
+    start, stop, step = (*span, *(None, None, 1)[len(span) :])
     x, size = t.traced(x), before[dim]
     if step != 1 or not isinstance(size, int) or isinstance(stop, SymInt):
         raise Untranslatable("it slices with a step or along the tokens")

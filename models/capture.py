@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from ..compiler.ir import Graph
 from ..compiler.shapes import Bounds, Sym
 from ..runtime.errors import UserError
-from .aten import WRAPPER, Operand, Traced, Translator, Weight
+from .aten import HANDLERS
 from .emitter import Emitter, LayersDiffer
 from .hooks import Hooks
+from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 13, 5
@@ -54,7 +55,7 @@ class _Capture:
         self.model = build_model(config, dtype)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
-        self.model.to("meta")
+        nn.Module.to(self.model, device="meta")
         self.names = _parameter_names(self.model, has_weight)
 
     def graph(self) -> Graph:
@@ -73,32 +74,30 @@ class _Capture:
 
     def _translate(self, program: ExportedProgram) -> Graph | None:
         emitter = Emitter(self.hooks.layers or "")
-        tokens, rows = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
+        count, row_count = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
+        tokens = emitter.input("tokens", "int32", (count,))
+        positions = emitter.input("positions", "int32", (count,))
+        rows = emitter.input("rows", "int32", (row_count,))
+        table = Positional.table(torch.arange(self.bounds.max_context)[None])
+        inputs = iter((Traced(tokens, 0), table, Traced(rows)))
         operands: dict[str, Operand] = {}
-        inputs = iter(
-            [
-                Traced(emitter.input("tokens", "int32", (tokens,)), 0),
-                Traced(emitter.input("positions", "int32", (tokens,)), 0),
-                Traced(emitter.input("rows", "int32", (rows,))),
-            ]
-        )
         for spec in program.graph_signature.input_specs:
             name, target = spec.arg.name, (spec.target or "").removeprefix(WRAPPER + ".")
             if spec.kind == InputKind.USER_INPUT:
                 operands[name] = next(inputs)
             elif spec.kind == InputKind.PARAMETER:
                 operands[name] = Weight(self.names[target], tuple(self.model.get_parameter(target).shape))
-            elif target in self.buffers:
-                operands[name] = self.buffers[target]
             else:
-                operands[name] = program.constants[spec.target or ""]
-        shapes = {node.name: node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"}
-        *_, position_name, row_name = shapes
-        symbols = {shapes[position_name][1].node.expr: tokens, shapes[row_name][0].node.expr: rows}
-        translator = Translator(emitter, self.hooks, symbols)
+                constant = self.buffers.get(target, program.constants.get(spec.target or ""))
+                assert isinstance(constant, Tensor)
+                operands[name] = constant
+        program.graph.eliminate_dead_code()
+        shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"]
+        symbols = {shapes[-2][1].node.expr: count, shapes[-1][0].node.expr: row_count}
+        translator = Translator(emitter, self.hooks, HANDLERS, symbols, positions)
         logits = translator.run(program.graph, operands)
         self.hooks.problems += translator.problems
-        return emitter.finish(logits) if logits is not None else None
+        return emitter.finish(logits, "logits") if logits is not None else None
 
     def _error(self, problems: list[str]) -> UserError:
         kind = self.config.model_type
@@ -123,8 +122,8 @@ class _Capture:
             found.append(f"the configuration has {count} layers, but attention was found in layers {layers}")
         norms = Counter(op.source.module for op in graph.ops if op.kind == "norm")
         for path in sorted(self.hooks.norms):
-            if norms[path] != 1:
-                found.append(f"norm {path} became {norms[path]} ops, expected 1")
+            if not norms[path]:
+                found.append(f"norm {path} is computed by no op")
         if kinds["take_rows"] != 1:
             found.append(f"the head reads its rows in {kinds['take_rows']} ops, expected 1")
         if self.hooks.tables and not kinds["rope"]:
@@ -172,13 +171,14 @@ def build_model(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
         raise UserError(
             f"{config.model_type} models can't be compiled: transformers has no causal language model for them"
         )
+    make: Any = AutoModelForCausalLM.from_config
     with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
         warnings.simplefilter("ignore")
-        own = copy.deepcopy(config)
-        model = AutoModelForCausalLM.from_config(own, dtype=DTYPES[dtype], attn_implementation="eager")
+        model: Any = make(copy.deepcopy(config), dtype=DTYPES[dtype], attn_implementation="eager")
     model.tie_weights()
+    model.eval()
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    return model
 
 
 class _Step(nn.Module):
@@ -220,7 +220,7 @@ def _parameter_names(model: PreTrainedModel, has_weight: Callable[[str], bool]) 
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    names = {}
+    names: dict[str, str] = {}
     for tied in groups.values():
         present = [name for name in tied if has_weight(name)] or tied
         names |= {name: name if name in present else present[0] for name in tied}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -115,6 +115,15 @@ class Emitter:
         if perm[-1] != len(perm) - 1 or any(len(other.type.shape) > 1 for other in others):
             return self.emit(kind, x, *others, **attrs)
         return self.transpose(self.emit(kind, inner, *others, **attrs), perm)
+
+    def broadcast(self, kind: str, a: Value, b: Value) -> Value:
+        """A pointwise op of two values; it moves above a transpose of either, where the other is turned back."""
+        (_, left), (_, right) = self.untransposed(a), self.untransposed(b)
+        perm = left if left != tuple(range(len(left))) else right
+        if len(left) != len(right) or perm == tuple(range(len(perm))):
+            return self.emit(kind, a, b)
+        back = tuple(perm.index(axis) for axis in range(len(perm)))
+        return self.transpose(self.emit(kind, self.transpose(a, back), self.transpose(b, back)), perm)
 
     def untransposed(self, x: Value) -> tuple[Value, tuple[int, ...]]:
         """What `x` is a transpose of, and the permutation."""
@@ -244,13 +253,14 @@ class Emitter:
 
     # the graph
 
-    def finish(self, *outputs: Value) -> Graph:
-        """The graph of what the outputs need."""
-        needed = {value.name for value in outputs}
+    def finish(self, result: Value, name: str) -> Graph:
+        """The graph of what the result needs; its output is the result under this name."""
+        output = Value(self._fresh(name), result.type)
+        needed = {result.name}
         ops: list[Op] = []
         for op in reversed([*self._shared.values(), *self._ops]):
             if op.output.name in needed:
                 needed.update(value.name for value in op.inputs)
-                ops.append(op)
+                ops.append(replace(op, outputs=(output,)) if op.output == result else op)
         params = [param for param in self._params.values() if param.value.name in needed]
-        return Graph(tuple(self._inputs), tuple(params), tuple(reversed(ops)), outputs)
+        return Graph(tuple(self._inputs), tuple(params), tuple(reversed(ops)), (output,))

@@ -1,8 +1,8 @@
 """Export-time replacements: norms, activations, rotary embeddings, attention and repeated layers become one op each.
 
-Instead of matching patterns after the export, the model is changed before it, at the places that implementations share:
-the attention registry, modules that are norms, activations or rotary tables, the `apply_rotary*` functions of a modeling
-file, the head, and the list of layers. The replacements call the ops defined here, which exist only for tracing.
+Instead of matching patterns after the export, the model is changed before it, at the places that implementations
+share: the attention registry, modules that are norms, activations or rotary tables, the `apply_rotary*` functions of a
+modeling file, the head, and the list of layers. The replacements call the ops defined here, which exist for tracing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ def _define(schema: str, shape: Callable[..., object]) -> None:
     torch.library.register_fake("toolkit::" + schema.partition("(")[0], shape, lib=_LIBRARY)
 
 
-def _like_first(x: Tensor, *_: object) -> Tensor:
+def _like_first(x: Tensor, *_: object, **__: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -51,14 +51,14 @@ def _table_shapes(positions: Tensor, table: int, width: int) -> tuple[Tensor, Te
     return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.float32)
 
 
-_define("norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, float offset) -> Tensor", _like_first)
+_define("norm(Tensor x, Tensor? weight, Tensor? bias, *, str kind, float eps, float offset) -> Tensor", _like_first)
 _define("activation(Tensor x, str kind) -> Tensor", _like_first)
 _define("rope_table(Tensor positions, int table, int width) -> (Tensor, Tensor)", _table_shapes)
-_define("rope(Tensor x, Tensor cos, Tensor sin, int site) -> Tensor", _like_first)
+_define("rope(Tensor x, Tensor cos, Tensor sin, *, int site) -> Tensor", _like_first)
 _define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int layer, float scale, int window, float softcap, "
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, *, int layer, float scale, int window, float softcap, "
     "bool causal) -> Tensor",
-    lambda q, k, v, *_: q.new_empty((*q.shape[:-1], v.shape[-1])),
+    lambda q, k, v, *_, **__: q.new_empty((*q.shape[:-1], v.shape[-1])),
 )
 _define("take_rows(Tensor x, Tensor rows) -> Tensor", lambda x, rows: x.new_empty((1, rows.shape[0], x.shape[-1])))
 _define("layer_begin(Tensor x, int like, int index) -> Tensor", _like_first)
@@ -118,7 +118,7 @@ class RopeSite:
 
 
 def outside_tracing(function: Callable[[], Result]) -> Result:
-    """Call a function with real tensors while a model is being traced: tracing belongs to the thread, so use another."""
+    """Call a function on real tensors while a model is being traced: in another thread, as tracing belongs to one."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -154,6 +154,8 @@ class Hooks:
         self.problems: list[str] = []
         self.norms: set[str] = set()
         """Module paths of the norms."""
+        config: Any = model.config
+        self._widths = (config.hidden_size, getattr(config, "head_dim", None) or 16)
         self.layers = _layer_list(model) if stamp else None
         """Path of the list of layers, if one is stamped out."""
         self._rows: Tensor | None = None
@@ -201,13 +203,14 @@ class Hooks:
                 self._replace_activation(module)
 
     def _replace_norm(self, path: str, module: nn.Module) -> None:
-        weight, _ = norm_parameters(module)
-        kind = classify_norm(module, 16 if weight is None else weight.shape[-1])
+        kinds = (classify_norm(module, width) for width in self._widths)
+        kind = next((kind for kind in kinds if kind is not None), None)
         if kind is None:
             self._problem(f"norm {type(module).__name__} ({path}) matches no known formula")
             return
         self.norms.add(path)
-        module.forward = lambda x, *_, **__: OPS.norm(x, *norm_parameters(module), kind.kind, kind.eps, kind.offset)
+        attrs = asdict(kind)
+        module.forward = lambda x, *_, **__: OPS.norm(x, *norm_parameters(module), **attrs)
 
     def _replace_activation(self, module: nn.Module) -> None:
         kind = classify_activation(module)
@@ -275,8 +278,8 @@ class Hooks:
             self.sites.append(site)
         number = self.sites.index(site)
         if site.time_axis == 1:
-            return OPS.rope(x, cos, sin, number)
-        return OPS.rope(x.transpose(1, 2), cos, sin, number).transpose(1, 2)
+            return OPS.rope(x, cos, sin, site=number)
+        return OPS.rope(x.transpose(1, 2), cos, sin, site=number).transpose(1, 2)
 
     # attention
 
@@ -287,6 +290,7 @@ class Hooks:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
+        *,
         scaling: float | None = None,
         dropout: float = 0.0,
         sliding_window: int | None = None,
@@ -308,8 +312,8 @@ class Hooks:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        window, cap = int(sliding_window or 0), float(softcap or 0.0)
-        out = OPS.attention(q, k, v, s_aux, int(layer or 0), float(scale), window, cap, bool(causal))
+        attrs = {"layer": int(layer or 0), "scale": float(scale), "window": int(sliding_window or 0)}
+        out = OPS.attention(q, k, v, s_aux, **attrs, softcap=float(softcap or 0.0), causal=bool(causal))
         return out, None
 
     def _check_window(self, module: nn.Module, layer: int | None, window: int | None) -> None:

@@ -141,8 +141,12 @@ def _run(function: Callable[..., object], *inputs: Tensor) -> Tensor | None:
 
 
 def _epsilon(tiny: Tensor, unit: Tensor) -> float:
-    """The epsilon of a norm of tiny inputs, to four digits, from its result and the result for an epsilon of 1."""
-    return float(f"{float((unit / tiny.double()).square().median()):.4g}")
+    """The epsilon of a norm of tiny inputs, from its result and the result for an epsilon of 1: the simplest number
+    that float32 results can't tell from the measured one.
+    """
+    measured = float((unit / tiny.double()).square().median())
+    simple = (float(f"{measured:.{digits}e}") for digits in range(8))
+    return next((eps for eps in simple if abs(eps - measured) <= 2e-6 * measured), measured)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,293 @@
+"""Walk an exported program and turn each node into IR ops by a table of handlers.
+
+The export has a batch dimension of 1, the IR has none: a translated tensor remembers which torch axis was the batch,
+and that axis is left out of its IR value. What depends on constants alone is computed by torch; what depends on the
+positions alone is computed for every position and becomes a table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+
+from ..compiler.ir import Source, Value
+from ..compiler.shapes import Dim, Shape, Sym
+from .emitter import Emitter
+from .hooks import Hooks
+
+WRAPPER = "model"
+"""Attribute of the exported module that holds the model: the first part of every path in the export."""
+LARGEST_ROW = 1 << 16
+"""Most numbers a position that are computed at compile time."""
+
+
+class Untranslatable(Exception):
+    """A node has no meaning in the IR; the text says why."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An IR value and the axis of the torch tensor that it lacks because it was the batch of 1."""
+
+    value: Value
+    batch: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of torch axes."""
+        return len(self.value.type.shape) + (self.batch is not None)
+
+    def axis(self, dim: int) -> int:
+        """The IR axis of a torch axis."""
+        dim %= self.rank
+        if dim == self.batch:
+            raise Untranslatable("it works along the batch")
+        return dim - (self.batch is not None and dim > self.batch)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model, before it is known how an op reads it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Positional:
+    """A tensor that depends on the positions alone, for the positions 0, 1 .. and, to see that each of its rows depends
+    on its own position only, for the same ones backward. `axis` is the one of the tokens.
+    """
+
+    forward: Tensor
+    backward: Tensor
+    axis: int
+
+    @staticmethod
+    def table(rows: Tensor) -> Positional:
+        """A table [1, positions, ..]."""
+        return Positional(rows, rows.flip(1), 1)
+
+    @property
+    def is_positions(self) -> bool:
+        """Whether it is the positions themselves."""
+        return self.forward.ndim == 2 and self.offset == 0
+
+    @property
+    def offset(self) -> int:
+        """The number that was added to the positions."""
+        rows = self.rows
+        if rows.is_floating_point() or rows.numel() != len(rows) or bool((rows.flatten().diff() != 1).any()):
+            raise Untranslatable("it takes integers computed from the positions")
+        return int(rows[0])
+
+    @property
+    def rows(self) -> Tensor:
+        """The table [positions, W]."""
+        if not torch.equal(self.forward.flip(self.axis), self.backward):
+            raise Untranslatable("it takes something that depends on the positions of several tokens")
+        return self.forward.movedim(self.axis, 0).flatten(1).contiguous()
+
+
+Operand = Traced | Weight | Positional | Tensor
+"""What a tensor of the export became. A real torch tensor is a constant."""
+Handler = Callable[..., Any]
+"""A function of the translator, the node and the op's arguments, which returns the operand or operands it became."""
+
+
+class Translator:
+    """Walks the nodes of an export.
+
+    `handlers` is the table; `symbols` maps symbolic sizes of the export to ours, the tokens first; `positions` is the
+    step input. `problems` gets a sentence for everything that can't be translated.
+    """
+
+    def __init__(
+        self,
+        emitter: Emitter,
+        hooks: Hooks,
+        handlers: Mapping[str, Handler],
+        symbols: Mapping[Any, Sym],
+        positions: Value,
+    ) -> None:
+        self.emitter, self.hooks, self.positions = emitter, hooks, positions
+        self.problems: list[str] = []
+        self._handlers, self._symbols = handlers, symbols
+        self._values: dict[fx.Node, Any] = {}
+
+    def run(self, graph: fx.Graph, operands: Mapping[str, Operand]) -> Value | None:
+        """The graph's only output, or None if it can't be translated. `operands` are the placeholders by name."""
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self._values[node] = operands[node.name]
+            elif node.op == "call_function":
+                self._values[node] = self._translate(node)
+            elif node.op == "output":
+                (result,) = self._resolve(node.args[0])
+                return None if result is None else self.traced(result).value
+        return None
+
+    def _translate(self, node: fx.Node) -> Any:
+        """What a node becomes; None, after a problem, for what can't be or depends on what couldn't be."""
+        found = node.meta.get("val")
+        if not isinstance(found, (Tensor, list, tuple)):
+            return found  # a size, or a check that has no result
+        args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
+        if any(self._values[given] is None for given in node.all_input_nodes):
+            return None
+        self.emitter.source = _source(node)
+        try:
+            result = self._call(node, args, kwargs)
+            self._check(node, result)
+        except (Untranslatable, ValueError) as error:
+            place = self.emitter.source.line or self.emitter.source.module
+            problem = f"{op_name(node)} ({place}) can't be translated: {error}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+            return None
+        return result
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.target is getitem:
+            return args[0][args[1]]
+        name = op_name(node)
+        leaves = _leaves((args, kwargs))
+        if name.startswith("aten.") and not any(isinstance(leaf, (Traced, Weight)) for leaf in leaves):
+            if any(isinstance(leaf, (Positional, SymInt)) for leaf in leaves):
+                return self._tabulate(node, args, kwargs)
+            return _compute(node, args, kwargs)
+        if name not in self._handlers:
+            raise Untranslatable("no IR op is known for it")
+        return self._handlers[name](self, node, *args, **kwargs)
+
+    def _tabulate(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Compute an op whose tensors depend on the positions alone, for every position."""
+        tokens, symbol = next(iter(self._symbols.items()))
+        count = self.hooks.max_context
+
+        def compute(direction: str) -> Any:
+            def known(argument: Any) -> Any:
+                if isinstance(argument, Positional):
+                    return getattr(argument, direction)
+                return int(argument.node.expr.subs(tokens, count)) if isinstance(argument, SymInt) else argument
+
+            return _compute(node, *_mapped((args, kwargs), known))
+
+        axes = [self._token_axis(tensor, symbol) for tensor in _leaves(node.meta["val"])]
+        both = compute("forward"), compute("backward")
+        made = [Positional(*pair, axis) for *pair, axis in zip(*map(_leaves, both), axes, strict=True)]
+        return made[0] if isinstance(node.meta["val"], Tensor) else tuple(made)
+
+    def _token_axis(self, tensor: Tensor, tokens: Sym) -> int:
+        """The axis of the tokens in what depends on the positions alone."""
+        shape = self.shape(tensor, None)
+        axes = [axis for axis, dim in enumerate(shape) if dim == tokens]
+        fixed = [dim for dim in shape if isinstance(dim, int)]
+        if len(axes) != 1 or len(fixed) != len(shape) - 1 or torch.Size(fixed).numel() > LARGEST_ROW:
+            raise Untranslatable(f"its shape {tuple(tensor.shape)} is no table over the positions")
+        return axes[0]
+
+    def _resolve(self, argument: Any) -> Any:
+        """An argument with nodes replaced by what they became."""
+        return fx.map_arg(argument, lambda node: self._values[node])
+
+    def _check(self, node: fx.Node, result: Any) -> None:
+        """The translation has the shape that torch says."""
+        for made, tensor in zip(_leaves(result), _leaves(node.meta["val"]), strict=True):
+            if isinstance(made, Traced) and (shape := self.shape(tensor, made.batch)) != made.value.type.shape:
+                raise Untranslatable(f"it became {made.value.type}, expected shape {shape}")
+
+    # what handlers use
+
+    def shape(self, tensor: Tensor, batch: int | None) -> Shape:
+        """A torch tensor's shape without the batch."""
+        return tuple(self._dim(size) for axis, size in enumerate(tensor.shape) if axis != batch)
+
+    def _dim(self, size: int | SymInt) -> Dim:
+        if isinstance(size, int):
+            return size
+        for expression, symbol in self._symbols.items():
+            factor = size.node.expr / expression
+            if factor.is_Integer:
+                return Sym(symbol.name, symbol.bound, int(factor))
+        raise Untranslatable(f"it has a dimension {size}")
+
+    def traced(self, operand: Operand) -> Traced:
+        """The operand as an IR value."""
+        if isinstance(operand, Traced):
+            return operand
+        if isinstance(operand, Weight):
+            return Traced(self.emitter.weight(operand.name, operand.shape))
+        if isinstance(operand, Positional):
+            return self._positional(operand)
+        if isinstance(operand, Tensor):
+            array = operand.float() if operand.is_floating_point() else operand
+            return Traced(self.emitter.constant("constant", array.numpy()))
+        raise Untranslatable(f"it takes a {type(operand).__name__}")
+
+    def _positional(self, operand: Positional) -> Traced:
+        """A table over the positions, read at the step's positions."""
+        rows, shape = operand.rows, operand.forward.shape
+        if not rows.is_floating_point():
+            if operand.is_positions:
+                return Traced(self.positions, 0)
+            raise Untranslatable("it takes integers computed from the positions")
+        tokens = next(iter(self._symbols.values()))
+        value = self.gathered(self.emitter.constant("positional", rows.float().numpy()))
+        batch = 0 if len(shape) > 1 and operand.axis > 0 and shape[0] == 1 else None
+        axis = operand.axis - (batch is not None)
+        rest = [size for number, size in enumerate(shape) if number not in (batch, operand.axis)]
+        value = self.emitter.reshape(value, (tokens, *rest))
+        order = [*range(1, axis + 1), 0, *range(axis + 1, len(rest) + 1)]
+        return Traced(self.emitter.transpose(value, order), batch)
+
+    def gathered(self, table: Value) -> Value:
+        """The rows of a table at the step's positions."""
+        return self.emitter.share("embedding", table, self.positions)
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.add` or `toolkit.norm`."""
+    return str(node.target).rpartition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def _source(node: fx.Node) -> Source:
+    """Module path and line of the modeling code."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    module = stack[-1][0] if stack else ""
+    frames = re.findall(r'File ".*?([^/\\]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    modeling = [frame for frame in frames if frame[0].startswith("modeling_")] or frames
+    return Source(module.removeprefix(WRAPPER).removeprefix("."), ":".join(modeling[-1]) if modeling else "")
+
+
+def _compute(node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on real tensors."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    try:
+        return node.target(*args, **{name: "cpu" if name == "device" else x for name, x in kwargs.items()})
+    except (RuntimeError, TypeError, IndexError) as error:
+        raise Untranslatable(str(error)) from error
+
+
+def _mapped(argument: Any, function: Callable[[Any], Any]) -> Any:
+    """An argument with a function applied to its leaves."""
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_mapped(item, function) for item in argument)
+    if isinstance(argument, dict):
+        return {name: _mapped(item, function) for name, item in argument.items()}
+    return function(argument)
+
+
+def _leaves(argument: Any) -> list[Any]:
+    """What nested lists, tuples and dictionaries hold."""
+    if isinstance(argument, (list, tuple)):
+        return [leaf for item in argument for leaf in _leaves(item)]
+    if isinstance(argument, dict):
+        return [leaf for item in argument.values() for leaf in _leaves(item)]
+    return [argument]

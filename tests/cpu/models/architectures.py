@@ -1,0 +1,194 @@
+"""Tiny random configurations of every architecture we test, and reference logits from their Hugging Face models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from toolkit.compiler.shapes import Bounds
+
+BOUNDS = Bounds(max_tokens=64, max_sequences=8, max_rows=16, max_context=128)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WINDOWED = {"sliding_window": 8, "num_hidden_layers": 6}
+_SMALL_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "hidden_size": 64}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _COMMON | {"num_hidden_layers": 4}),
+    "llama tied": ("llama", _COMMON | {"tie_word_embeddings": True}),
+    "llama biases": ("llama", _COMMON | {"attention_bias": True, "mlp_bias": True}),
+    "llama llama3 rope": ("llama", _COMMON | {"rope_parameters": _LLAMA3_ROPE}),
+    "llama linear rope": (
+        "llama",
+        _COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "llama yarn rope": (
+        "llama",
+        _COMMON
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", _COMMON | {"sliding_window": 8}),
+    "ministral3": ("ministral3", _COMMON),
+    "qwen2": ("qwen2", _COMMON),
+    "qwen3": ("qwen3", _COMMON),
+    "gemma": ("gemma", _COMMON),
+    "gemma2": ("gemma2", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
+    "gemma3_text": ("gemma3_text", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
+    "gemma3_text softcap": (
+        "gemma3_text",
+        _COMMON
+        | _WINDOWED
+        | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
+    ),
+    "phi": ("phi", _COMMON | {"partial_rotary_factor": 0.5}),
+    "phi3": ("phi3", _COMMON),
+    "phi3 partial": ("phi3", _COMMON | {"partial_rotary_factor": 0.5, "sliding_window": 8}),
+    "gpt2": ("gpt2", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gpt_neox": ("gpt_neox", _COMMON),
+    "opt": ("opt", _SMALL_HEADS | {"ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 64}),
+    "olmo2": ("olmo2", _COMMON),
+    "olmo3": ("olmo3", _COMMON | _WINDOWED),
+    "granite": (
+        "granite",
+        _COMMON
+        | {
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 3.0,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "starcoder2": ("starcoder2", _COMMON | {"sliding_window": 8}),
+    "stablelm": ("stablelm", _COMMON),
+    "stablelm qk norm": ("stablelm", _COMMON | {"qk_layernorm": True, "use_parallel_residual": True}),
+    "cohere": ("cohere", _COMMON),
+    "cohere qk norm": ("cohere", _COMMON | {"use_qk_norm": True}),
+    "cohere2": ("cohere2", _COMMON | _WINDOWED),
+    "smollm3": ("smollm3", _COMMON | {"num_hidden_layers": 5}),
+    "glm": ("glm", _COMMON | {"partial_rotary_factor": 0.5}),
+    "glm4": ("glm4", _COMMON | {"partial_rotary_factor": 0.5}),
+    "exaone4": ("exaone4", _COMMON | _WINDOWED),
+    "nemotron": ("nemotron", _COMMON),
+    "seed_oss": ("seed_oss", _COMMON),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", _COMMON),
+    "ernie4_5": ("ernie4_5", _COMMON),
+    "arcee": ("arcee", _COMMON),
+    "apertus": ("apertus", _COMMON),
+    "falcon": (
+        "falcon",
+        _SMALL_HEADS | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "bitnet": ("bitnet", _COMMON),
+    "nanochat": ("nanochat", _COMMON),
+    "olmo": ("olmo", _COMMON),
+    "helium": ("helium", _COMMON),
+    "codegen": (
+        "codegen",
+        {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
+    ),
+    "persimmon": ("persimmon", _COMMON),
+    "gpt_bigcode": ("gpt_bigcode", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "gptj": ("gptj", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "vocab_size": 96,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 8,
+        },
+    ),
+    "lfm2": ("lfm2", _COMMON),
+    "biogpt": ("biogpt", _COMMON),
+    "dots1": ("dots1", _COMMON),
+    "mixtral": ("mixtral", _COMMON | {"num_local_experts": 4}),
+    "bloom": ("bloom", {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "vaultgemma": ("vaultgemma", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
+    "t5gemma": ("t5gemma", {}),
+    "youtu": ("youtu", _COMMON),
+    "minicpm3": ("minicpm3", _COMMON),
+    "jais2": ("jais2", _COMMON),
+    "cwm": ("cwm", _COMMON),
+    "ministral": ("ministral", _COMMON | {"sliding_window": 8}),
+    "qwen3 window": ("qwen3", _COMMON | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen2 window": ("qwen2", _COMMON | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+}
+"""Case name to model type and configuration. Sequences of more than 8 tokens leave the windows."""
+
+
+@cache
+def tiny_config(case: str) -> PretrainedConfig:
+    """The configuration of a case; treat it as read-only."""
+    kind, values = CASES[case]
+    config = AutoConfig.for_model(kind, **values)
+    assert isinstance(config, PretrainedConfig)
+    return config
+
+
+@cache
+def tiny_model(case: str) -> PreTrainedModel:
+    """A float32 model of a case with random weights, large enough for a mistake to show in the logits."""
+    make: Any = AutoModelForCausalLM.from_config
+    model: Any = make(copy.deepcopy(tiny_config(case)), dtype=torch.float32, attn_implementation="eager")
+    random = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=random)
+        is_norm = parameter.ndim == 1 and name.endswith("weight")
+        parameter.data = 1 + 0.2 * values if is_norm else 0.15 * values
+    model.eval()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def tensors(case: str) -> dict[str, npt.NDArray[np.float32]]:
+    """The weights of a case by name, as its checkpoint has them: tied ones once."""
+    return {name: parameter.detach().numpy() for name, parameter in tiny_model(case).named_parameters()}
+
+
+def sequences(case: str, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random token sequences."""
+    random = np.random.default_rng(seed)
+    return [random.integers(3, tiny_config(case).vocab_size, length).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def reference_logits(case: str, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Logits[n, V] of one sequence from the Hugging Face model."""
+    logits: torch.Tensor = tiny_model(case)(torch.tensor([list(tokens)]), use_cache=False).logits
+    return logits[0].numpy()
