@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ..runtime.env import read_env
+
 
 def cache_directory() -> Path:
     """`$TOOLKIT_CACHE`, or `toolkit` in the user's cache folder."""
-    chosen = os.environ.get("TOOLKIT_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "toolkit"
+    return read_env().cache or Path.home() / ".cache" / "toolkit"
 
 
 def content_key(*parts: str) -> str:

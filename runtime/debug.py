@@ -6,20 +6,16 @@ plan; 4 also graphs and kernel sources.
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import cache
 
-from .errors import UserError
+from .env import read_env
 
 
 @cache
 def debug_level() -> int:
     """The level asked for, 0 for silence. Raises UserError if the variable is no level."""
-    text = os.environ.get("TOOLKIT_DEBUG") or "0"
-    if text not in ("0", "1", "2", "3", "4"):
-        raise UserError(f"TOOLKIT_DEBUG must be 0 to 4, found {text!r}")
-    return int(text)
+    return read_env().debug
 
 
 def debug(level: int, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from .batch import BatchBuilder
+from .debug import debug, debug_level
 from .device.base import Device
-from .env import read_env
 from .errors import InternalError, UserError
 from .kv.manager import KVManager
 from .kv.prefix import PageKeys
@@ -93,7 +92,7 @@ class Engine:
         self._pending: list[Event] = []
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
-        self._trace = read_env().debug >= 4
+        self._trace = debug_level() >= 2
         self._turn = clock()
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ class Engine:
         self._steps += 1
         if self._trace:
             size = f"{len(batch.tokens)} tokens, {len(batch.context)} sequences, {len(batch.rows)} rows"
-            print(f"step {self._steps}: {size}, {result.seconds * 1e3:.2f} ms", file=sys.stderr)
+            debug(2, f"step {self._steps}: {size}, {result.seconds * 1e3:.2f} ms")
         return result
 
     def _fail_running(self, error: Exception, events: list[Event]) -> None:
@@ -250,7 +249,7 @@ class Engine:
         statuses: list[int] | None = result.rows["status"].tolist() if result.rows["status"].any() else None
         row = 0
         for chunk in chunks:
-            sequence, table, first = chunk.sequence, chunk.sequence.table, row
+            sequence, first = chunk.sequence, row
             row += chunk.scores + chunk.samples
             if statuses is not None and any(statuses[first:row]):
                 self._refuse(sequence, max(statuses[first:row]), events)
@@ -258,9 +257,8 @@ class Engine:
             computed = sequence.computed = sequence.computed + chunk.count
             if not sequence.started:
                 sequence.started = self._turn
-            assert table is not None
-            if computed // page_tokens > table.settled:
-                self.kv.settle(table, self._keys(sequence), computed)
+            if computed // page_tokens > chunk.table.settled:
+                self.kv.settle(chunk.table, self._keys(sequence), computed)
             if chunk.scores:
                 _score(chunk, result, first)
             if chunk.samples:

@@ -14,7 +14,7 @@ from .errors import UserError
 class Env:
     """What the environment says. A field `name` is the variable `TOOLKIT_NAME`; `doc` in its metadata explains it."""
 
-    debug: int = field(default=0, metadata={"doc": "0 to 4: say more of what happens; 4 prints every engine step"})
+    debug: int = field(default=0, metadata={"doc": "0 to 4: how much to say of what each stage did"})
     cache: Path | None = field(default=None, metadata={"doc": "folder for compiled kernels; default ~/.cache/toolkit"})
     mask_cpu_flags: tuple[str, ...] = field(
         default=(), metadata={"doc": "CPU features, comma-separated, to do without, as /proc/cpuinfo names them"}
@@ -40,5 +40,5 @@ def _level(name: str, text: str) -> int:
     if text == "":
         return 0
     if text not in ("0", "1", "2", "3", "4"):
-        raise UserError(f"{name} must be 0 to 4, not {text!r}")
+        raise UserError(f"{name} must be 0 to 4, found {text!r}")
     return int(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,13 @@ GREEDY_BELOW = 1e-5
 """Temperatures below it would overflow the logits; they are greedy."""
 
 
-def scoring_row() -> npt.NDArray[np.void]:
-    """A ROW [1] that draws nothing and asks for nothing; `target`, `top_n` and `logprobs` may be set."""
-    row = np.zeros(1, ROW)
-    row["target"] = -1
-    row["top_p"] = row["repetition_penalty"] = 1.0
-    return row
+def scoring_rows(tokens: Sequence[int]) -> npt.NDArray[np.void]:
+    """ROWs [R] of these tokens of a step, which draw nothing; `target`, `top_n` and `logprobs` ask for something."""
+    rows = np.zeros(len(tokens), ROW)
+    rows["token"] = tokens
+    rows["target"] = -1
+    rows["top_p"] = rows["repetition_penalty"] = 1.0
+    return rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,20 +32,15 @@ class Sampling:
     """How a request's tokens are drawn and when they end. The record points into the arrays, so they live here."""
 
     row: npt.NDArray[np.void]
-    """A ROW [1], complete but for `token`, `index`, `history_length` and `bias_count`."""
+    """A ROW [1], complete but for `token`, `index` and `history_length`; `bias_count` counts the user's biases."""
     bias_tokens: Int32
-    """The user's biases, then the ids that `min_tokens` forbids at first."""
+    """The user's biases, then those that forbid every stop before output index `min_tokens`."""
     bias_values: Float32
-    user_biases: int
     min_tokens: int
     stops: frozenset[int]
     """Token ids that end the output."""
     logprobs: int | None
     prompt_logprobs: int | None
-
-    def bias_count(self, outputs: int) -> int:
-        """How many of the biases count for the output token at index `outputs`."""
-        return len(self.bias_tokens) if outputs < self.min_tokens else self.user_biases
 
 
 def make_sampling(command: Add, history: Int32, vocabulary: int) -> Sampling:
@@ -63,6 +60,7 @@ def make_sampling(command: Add, history: Int32, vocabulary: int) -> Sampling:
     values = np.array([*params.logit_bias.values(), *(-math.inf for _ in forbidden)], np.float32)
     row = _row(params, vocabulary)
     row["prompt_length"] = len(command.prompt)
+    row["bias_count"] = len(params.logit_bias)
     row["history"] = history.ctypes.data
     row["bias_tokens"] = tokens.ctypes.data
     row["bias_values"] = values.ctypes.data
@@ -70,7 +68,6 @@ def make_sampling(command: Add, history: Int32, vocabulary: int) -> Sampling:
         row,
         tokens,
         values,
-        len(params.logit_bias),
         params.min_tokens,
         stops,
         None if params.logprobs is None else min(params.logprobs, vocabulary),
@@ -79,7 +76,7 @@ def make_sampling(command: Add, history: Int32, vocabulary: int) -> Sampling:
 
 
 def _row(params: SamplingParams, vocabulary: int) -> npt.NDArray[np.void]:
-    row = scoring_row()
+    row = scoring_rows([0])
     row["sample"] = 1
     row["top_n"] = min(params.logprobs or 0, vocabulary)
     row["top_k"] = params.top_k if 0 < params.top_k < vocabulary else 0

@@ -78,12 +78,13 @@ class Scheduler:
             sequence = self.running[index]
             index += 1
             remaining = sequence.length - sequence.computed
-            count = 1 if remaining == 1 else min(remaining, budget)
-            count = self._room(sequence, count) if count else 0
-            if count:
-                chunk = _chunk(sequence, count, rows + 1)
-                chunks.append(chunk)
-                budget -= chunk.count if remaining > 1 else 0
+            wanted = 1 if remaining == 1 else min(remaining, budget)
+            chunk = self._advance(sequence, wanted, rows + 1) if wanted else None
+            if chunk is None:
+                continue
+            chunks.append(chunk)
+            if remaining > 1:
+                budget -= chunk.count
                 rows -= max(0, chunk.scores + chunk.samples - 1)
         if preemptions == self.preemptions:
             self._admit_waiting(chunks, budget, rows)
@@ -91,17 +92,17 @@ class Scheduler:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _room(self, sequence: Sequence, count: int) -> int:
-        """Tokens, at most `count`, that the sequence gets pages for, if need be from those after it; 0: it was
-        preempted itself."""
+    def _advance(self, sequence: Sequence, count: int, rows: int) -> Chunk | None:
+        """The sequence's next chunk of at most `count` tokens and `rows` rows. If there is no page for it, sequences
+        are preempted from the last one on; None if it was this one's turn."""
         while (table := sequence.table) is not None:
             fit = self.kv.grow(table, sequence.computed + count) - sequence.computed
             if fit > 0:
-                return fit
+                return _chunk(sequence, table, fit, rows)
             if len(self.running) == 1:
                 raise InternalError(f"{sequence.length} tokens of a sequence alone do not fit into the cache")
             self._preempt(self.running[-1])
-        return 0
+        return None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -141,7 +142,7 @@ class Scheduler:
                 return
             table = self._admit(sequence, prefix)
             count = self.kv.grow(table, min(sequence.length, prefix.tokens + budget)) - prefix.tokens
-            chunk = _chunk(sequence, count, rows)
+            chunk = _chunk(sequence, table, count, rows)
             chunks.append(chunk)
             budget -= chunk.count
             rows -= max(1, chunk.scores + chunk.samples)
@@ -181,14 +182,13 @@ class Scheduler:
         return table
 
 
-def _chunk(sequence: Sequence, count: int, rows: int) -> Chunk:
+def _chunk(sequence: Sequence, table: PageTable, count: int, rows: int) -> Chunk:
     """The next `count` tokens of a sequence, or fewer so that they need at most `rows` rows."""
-    start, length, prompt_end = sequence.computed, sequence.length, sequence.prompt_length - 1
-    first = max(start, sequence.scored)
-    if sequence.sampling.prompt_logprobs is None or first >= prompt_end:
-        return Chunk(sequence, start, count, samples=start + count == length)
-    scores = max(0, min(start + count, prompt_end) - first)
-    if scores + (start + count == length) > rows:
-        count = first - start + rows
-        scores = rows
-    return Chunk(sequence, start, count, first, scores, start + count == length)
+    start, end = sequence.computed, sequence.computed + count
+    if sequence.sampling.prompt_logprobs is None:
+        return Chunk(sequence, table, start, count, end == sequence.length)
+    first, prompt_end = max(start, sequence.scored), sequence.prompt_length - 1
+    scores = max(0, min(end, prompt_end) - first)
+    if scores + (end == sequence.length) > rows:
+        scores, end = rows, first + rows
+    return Chunk(sequence, table, start, end - start, end == sequence.length, first, scores)

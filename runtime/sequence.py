@@ -63,10 +63,11 @@ class Chunk:
     """
 
     sequence: Sequence
+    table: PageTable
     start: int
     count: int
+    samples: bool
     first_score: int = 0
     scores: int = 0
-    samples: bool = False
     vocabulary_logprobs: Float32 | None = None
     """[scores, V], if the whole vocabulary was asked for."""

@@ -7,6 +7,8 @@ import os
 from functools import cache
 from pathlib import Path
 
+from ..env import read_env
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -35,8 +37,7 @@ def cpu_flags() -> frozenset[str]:
     """Feature flags as /proc/cpuinfo names them; those in $TOOLKIT_MASK_CPU_FLAGS (comma-separated) are left out."""
     text = Path("/proc/cpuinfo").read_text()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    masked = os.environ.get("TOOLKIT_MASK_CPU_FLAGS", "")
-    return frozenset(line.partition(":")[2].split()) - frozenset(masked.split(","))
+    return frozenset(line.partition(":")[2].split()) - frozenset(read_env().mask_cpu_flags)
 
 
 def available_memory(root: Path = _CGROUP) -> int:

@@ -58,7 +58,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(requests=workloads(), config=engines(), arrivals=st.lists(st.integers(0, 20), max_size=8))
 def test_outputs_are_those_of_each_request_alone(
     requests: list[Add], config: dict[str, Any], arrivals: list[int]
@@ -69,7 +69,7 @@ def test_outputs_are_those_of_each_request_alone(
         assert outputs[request.request].result == alone(request, windows=config["windows"]).result
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     requests=workloads(),
     config=engines(),
@@ -176,6 +176,17 @@ def test_output_ends_where_the_cache_does() -> None:
     assert len(output.tokens) == 11
     assert output.finished is not None
     assert output.finished.reason == "length"
+
+
+@pytest.mark.parametrize(("window", "pages"), [(1, 1), (5, 2), (6, 3), (9, 3)])
+def test_a_window_needs_few_pages_for_any_context(window: int, pages: int) -> None:
+    """Also for prompts in chunks larger than the pages, one request after another, with reuse."""
+    engine = make_engine(pages=pages, windows=(window,))
+    for name in ("a", "b"):
+        request = make_request(name, range(3, 43), max_tokens=None, ignore_eos=True)
+        output = run(engine, [request, other := make_request("other", range(20, 40))])
+        assert output[name].result == alone(request, windows=(window,)).result
+        assert output["other"].result == alone(other, windows=(window,)).result
 
 
 def test_min_tokens_forbids_every_stop_until_then() -> None:
