@@ -24,10 +24,7 @@ class LazyTensor(Protocol):
         """How the checkpoint stores it."""
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
-        """Rows `start:stop` of the first axis, exactly as stored.
-
-        Raises UserError naming the tensor if a number is NaN or infinite.
-        """
+        """Rows `start:stop` of the first axis, exactly as stored."""
 
 
 class TensorSource(Protocol):

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from ..kernels_templates.packing import PANEL, pack
-from ..runtime.encodings import FLOAT32, EncodedArray, Encoding
+from ..runtime.encodings import FLOAT32, Array, EncodedArray, Encoding
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import WeightEntry, WeightFile
 from .ir import Graph, Param
@@ -24,7 +25,7 @@ from .lowered import Weight
 from .lowering import static, weight_bytes, weight_shape
 from .memory import align
 from .quantize import encode
-from .weights import Piece, Recipe, TensorSource
+from .weights import LazyTensor, Piece, Recipe, TensorSource
 
 FILE = "weights.safetensors"
 CHUNK_BYTES = 32 << 20
@@ -86,8 +87,7 @@ def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
 def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
     """A resolved parameter in its encoding, by chunks of rows that are a multiple of 16 but for the last.
 
-    Raises UserError naming the tensor if it holds NaN or infinity, which its source refuses, or numbers that the
-    encoding can't hold.
+    Raises UserError naming the tensor if it holds NaN or infinity, or numbers that the encoding can't hold.
     """
     encoding = param.recipe.encoding
     if encoding is None:
@@ -115,14 +115,14 @@ def _read_piece(piece: Piece, source: TensorSource, encoding: Encoding, rows: in
     tensor = source[piece.tensor]
     if piece.transpose:
         # A row of the result is a column of the stored tensor, so it is read whole.
-        turned = np.ascontiguousarray(tensor.read().decode().T)
+        turned = np.ascontiguousarray(_checked(tensor, 0, tensor.shape[0]).decode().T)
         whole = EncodedArray(FLOAT32, turned[slice(piece.start, piece.stop)])
         for start in range(0, whole.shape[0], rows):
             yield _encoded(_rows(whole, start, start + rows), encoding, piece.tensor)
         return
     start, stop, _ = slice(piece.start, piece.stop).indices(tensor.shape[0])
     for at in range(start, stop, rows):
-        yield _encoded(tensor.read(at, min(at + rows, stop)), encoding, piece.tensor)
+        yield _encoded(_checked(tensor, at, min(at + rows, stop)), encoding, piece.tensor)
 
 
 def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: str) -> EncodedArray:
@@ -134,6 +134,28 @@ def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: str) -> EncodedArr
         raise UserError(
             f"tensor {tensor} can't be stored as {encoding.name}: {problem}; use another --dtype or --quant"
         ) from None
+
+
+def _checked(tensor: LazyTensor, start: int, stop: int) -> EncodedArray:
+    """Rows of a tensor, if all their numbers are finite."""
+    chunk = tensor.read(start, stop)
+    parts = (chunk.scale, chunk.minimum) if chunk.encoding.kind == "affine" else (chunk.data,)
+    for part in parts:
+        if part is not None and not (finite := _is_finite(part)).all():
+            row = start + int(np.argmin(finite.reshape(len(finite), -1).all(axis=1)))
+            raise UserError(
+                f"expected finite weights, but tensor {tensor.name} holds NaN or infinity in row {row}: "
+                "get a sound copy of the checkpoint"
+            )
+    return chunk
+
+
+def _is_finite(numbers: Array) -> npt.NDArray[np.bool_]:
+    if numbers.dtype == np.uint16:  # bfloat16: not finite if all bits of the exponent are set
+        bits: npt.NDArray[np.uint16] = numbers.view(np.uint16)
+        return (bits & np.uint16(0x7F80)) != np.uint16(0x7F80)
+    finite: npt.NDArray[np.bool_] = np.isfinite(numbers)
+    return finite
 
 
 def _rows(array: EncodedArray, start: int, stop: int) -> EncodedArray:

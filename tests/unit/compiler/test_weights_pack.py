@@ -185,6 +185,22 @@ def test_numbers_that_do_not_fit_name_the_tensor() -> None:
         list(read_chunks(param("w", (4, 32), encoding=FLOAT16), source))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("encoding", [FLOAT32, FLOAT16, BFLOAT16, Q8_0, Q4_1], ids=lambda encoding: encoding.name)
+def test_nan_and_infinity_name_the_tensor_and_row(encoding: Encoding, bad: float) -> None:
+    stored = encode(random(48, 64), encoding)
+    if encoding == BFLOAT16:
+        stored.data[37, 5] = np.array(bad, np.float32).view(np.uint32) >> 16
+    else:
+        part = stored.data if stored.scale is None else stored.minimum if encoding.has_minimum else stored.scale
+        assert part is not None
+        part[37, 1] = bad
+    for transpose, shape in ((False, (48, 64)), (True, (64, 48))):
+        item = param("w", shape, Piece("w", transpose=transpose), encoding=FLOAT32)
+        with pytest.raises(UserError, match="tensor w holds NaN or infinity in row 37"):
+            list(read_chunks(item, Memory(w=stored)))
+
+
 def test_memory_stays_near_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
     data = np.broadcast_to(np.float32(0.5), (4096, 4096))  # 64 MiB, none of it held
