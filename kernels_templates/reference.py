@@ -65,7 +65,7 @@ class PagedCache:
     dtype: KvDType
 
     @staticmethod
-    def empty(pages: int, heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype: KvDType) -> PagedCache:
+    def empty(pages: int, *, heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype: KvDType) -> PagedCache:
         """Pages full of 0xFF bytes, which are NaN in every dtype."""
         size = page_bytes(heads, key_dim, value_dim, page_tokens, dtype)
         return PagedCache(np.full((pages, size), 0xFF, np.uint8), heads, key_dim, value_dim, page_tokens, dtype)
@@ -111,8 +111,8 @@ def attention(
 ) -> npt.NDArray[np.float32]:
     """Causal attention of q[T, heads, key_dim] over pages[S, P], in float64; the result is [T, heads, value_dim].
 
-    Query i of sequence s has position `context[s] - (seq_start[s + 1] - seq_start[s]) + i` and sees the keys up to it, the
-    last `window` of them if there is a window. A sink is one more score of its head, without a value.
+    Query i of sequence s has position `context[s] - (seq_start[s + 1] - seq_start[s]) + i` and sees the keys up to it,
+    the last `window` of them if there is a window. A sink is one more score of its head, without a value.
     """
     heads = q.shape[1]
     out = np.empty((len(q), heads, cache.value_dim), np.float32)

@@ -82,16 +82,17 @@ def _convert(ctype: str, value: Array | int | float) -> Any:
 @cache
 def load_kernel(spec: KernelSpec, isa: Isa = "x86-64-v3") -> Kernel:
     """The compiled kernel, from the cache if it was compiled before."""
-    source, level = _EXPORT + render(spec, isa), _LEVELS[isa]
-    if not _native(isa):
+    source, level, optimize = _EXPORT + render(spec, isa), _LEVELS[isa], "-O3"
+    if not _native(isa):  # emulation compiles several times slower at -O3
         source, level = source.replace("#include <immintrin.h>", _EMULATION.read_text()), _LEVELS["x86-64-v3"]
-    linked = cached(content_key("test", find_compiler().version, source), ".so", _linker(spec, source, level))
-    return Kernel(spec, linked)
+        optimize = "-O1"
+    key = content_key("test", find_compiler().version, optimize, source)
+    return Kernel(spec, cached(key, ".so", _linker(spec, source, level, optimize)))
 
 
-def _linker(spec: KernelSpec, source: str, level: Any) -> Callable[[Path], None]:
+def _linker(spec: KernelSpec, source: str, level: Any, optimize: str) -> Callable[[Path], None]:
     def make(path: Path) -> None:
-        compiled = compile_object(source, level, spec.symbol)
+        compiled = compile_object(source, level, spec.symbol, optimize)
         subprocess.run([*find_compiler().command, "-shared", str(compiled), "-lm", "-o", str(path)], check=True)
 
     return make

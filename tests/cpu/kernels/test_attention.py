@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -106,9 +107,14 @@ def make_batch(shape: Shape, context: list[int], seed: int = 0) -> Batch:
     for row, first, count in zip(pages, np.cumsum([0, *needed[:-1]]), needed, strict=True):
         row[:count] = ids[first : first + count]
     cache = PagedCache.empty(
-        sum(needed) + 1, shape.kv_heads, shape.key_dim, shape.value_dim, shape.page_tokens, shape.dtype
+        sum(needed) + 1,
+        heads=shape.kv_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        page_tokens=shape.page_tokens,
+        dtype=shape.dtype,
     )
-    cache = PagedCache(aligned(cache.data), *list(cache.__dict__.values())[1:])
+    cache = replace(cache, data=aligned(cache.data))
     for s, length in enumerate(context):
         k = random_floats(rng, length, shape.kv_heads, shape.key_dim)
         v = random_floats(rng, length, shape.kv_heads, shape.value_dim)
@@ -129,8 +135,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("name", SHAPES)
+NARROW = ("mha", "mqa", "many heads")  # shapes whose paths another shape walks on wide vectors
+CASES = [(name, isa) for name in SHAPES for isa in isas() if isa == "x86-64-v3" or name not in NARROW]
+
+
+@pytest.mark.parametrize(("name", "isa"), CASES)
 def test_decode_and_prefill_match_numpy(name: str, isa: Isa) -> None:
     batch = make_batch(SHAPES[name], [1, 200, 63, 64, 65, 130])
     chosen = [(0, 0, 1), (1, 150, 200), (2, 62, 63), (3, 0, 64), (4, 64, 65), (5, 129, 130)]
@@ -151,7 +160,7 @@ def test_a_query_is_the_same_to_the_bit_in_any_batch_and_chunking(
     batch = make_batch(shape, [150, neighbor])
     (whole,) = batch.run("x86-64-v3", [(0, 0, 150)])
     bounds = [0, *sorted(cuts), 150]
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in pairwise(bounds):
         _, chunk = batch.run("x86-64-v3", [(1, 0, neighbor), (0, first, end)], threads=threads)
         np.testing.assert_array_equal(chunk, whole[first:end])
 
@@ -183,14 +192,14 @@ def test_kv_write(dtype: KvDType, isa: Isa) -> None:
     k, v = random_floats(rng, tokens, heads * key_dim + 5), random_floats(rng, tokens, heads * value_dim)
     k[0, 0], v[0, 0], v[1, 1] = np.nan, np.inf, 1e-41
     slots = rng.permutation(5 * page_tokens)[:tokens].astype(np.int32)
-    want = PagedCache.empty(5, heads, key_dim, value_dim, page_tokens, dtype)
+    want = PagedCache.empty(5, heads=heads, key_dim=key_dim, value_dim=value_dim, page_tokens=page_tokens, dtype=dtype)
     want.write(k[:, :-5].reshape(tokens, heads, key_dim), v.reshape(tokens, heads, value_dim), slots)
     got = Guarded(want.data.shape, np.uint8)
     got.array[:] = 0xFF
     kernel = load_kernel(KernelSpec("kv_write", {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype}), isa)
     kernel(k, v, slots, got.array, tokens, heads, page_tokens, k.shape[1], v.shape[1], threads=3)
     got.check()
-    stored = PagedCache(got.array, *list(want.__dict__.values())[1:])
+    stored = replace(want, data=got.array)
     np.testing.assert_array_equal(restore(stored.keys, dtype), restore(want.keys, dtype))
     np.testing.assert_array_equal(restore(stored.values, dtype), restore(want.values, dtype))
 
