@@ -110,7 +110,7 @@ _TOKEN = re.compile(
 )
 
 
-_DTYPES: Mapping[str, DType] = {dtype: dtype for dtype in DTYPES}
+_DTYPES: Mapping[str, DType] = {dtype: dtype for dtype in (*DTYPES, CACHE.dtype)}
 
 
 class _Reader:
