@@ -76,15 +76,7 @@ class ChatTemplate:
         source = self._template if tools is None else self._tool_template
         try:
             return _sandbox().render(source, values)
-        except (
-            TemplateError,
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:
+        except (TemplateError, *_FAULTS) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"the chat template can't render this conversation: {reason}") from None
 

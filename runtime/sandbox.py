@@ -31,6 +31,8 @@ MAX_WIDTH = 1 << 16
 """Largest number that a filter or string method may be given: a width, an indent, a count."""
 MAX_BITS = 1 << 12
 """Longest integer that arithmetic may make."""
+_ITEM = 16
+"""Characters that an item of a list counts as."""
 _CONTAINERS = (list, tuple, dict)
 
 
@@ -39,8 +41,8 @@ class LimitExceeded(TemplateError):
 
 
 class _Budget:
-    def __init__(self, seconds: float, chars: int) -> None:
-        self._deadline, self._chars = time.thread_time() + seconds, chars
+    def __init__(self) -> None:
+        self._deadline, self._chars = time.thread_time() + MAX_SECONDS, MAX_CHARS
         self._weights: dict[int, tuple[Any, int]] = {}  # with the values, so that an id means one value
 
     def weight(self, value: Any) -> int:
@@ -48,6 +50,7 @@ class _Budget:
         if not isinstance(value, _CONTAINERS):
             return 1
         if id(value) not in self._weights:
+            self.spend(_ITEM * len(value))
             items = value.values() if isinstance(value, dict) else value
             self._weights[id(value)] = value, 1 + sum(map(self.weight, items))
         return self._weights[id(value)][1]
@@ -75,16 +78,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         self._compiled = lru_cache(maxsize=16)(self.from_string)
 
-    def render(
-        self,
-        source: str,
-        values: Mapping[str, Any],
-        *,
-        seconds: float = MAX_SECONDS,
-        chars: int = MAX_CHARS,
-    ) -> str:
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
         """The text of a template. Raises jinja2.TemplateError, or whatever Python error its expressions cause."""
-        token = _budget.set(_Budget(seconds, chars))
+        token = _budget.set(_Budget())
         try:
             return self._compiled(source).render(values)
         finally:
@@ -106,7 +102,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """A list, tuple or dict that an expression makes."""
         budget = _budget.get()
         if budget is not None:
-            budget.spend(budget.weight(value))
+            budget.spend(_ITEM * budget.weight(value))
         return value
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
