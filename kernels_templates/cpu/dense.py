@@ -102,7 +102,7 @@ POINTWISE = Family(
     template="cpu/pointwise.cpp.j2",
     params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1"))},
     args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
-    ops=("pointwise", "split_act_mul"),
+    ops=("pointwise",),
     doc="An expression over inputs [rows, W] (t), [W] (n) and [rows, 1] (1).",
 )
 
