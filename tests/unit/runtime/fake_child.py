@@ -50,7 +50,8 @@ def open_fake(directory: Path, options: EngineOptions) -> Engine:
         raise RuntimeError("a bug")
     if name == "loading":
         time.sleep(30)
-    return Engine(SlowDevice(LONG_STEP_SECONDS if name == "slow" else STEP_SECONDS), options)
+    seconds = {"slow": LONG_STEP_SECONDS, "quick": 0.0}.get(name, STEP_SECONDS)
+    return Engine(SlowDevice(seconds), options)
 
 
 if __name__ == "__main__":
