@@ -125,7 +125,10 @@ class PagedAttention(OpSpec):
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
         q, cache = inputs[:2]
         sinks = inputs[2] if bool_attr(attrs, "has_sinks") else None
-        parts = [attend(q[span], *cache[name], start, attrs, sinks=sinks) for name, span, start in packing.sequences()]
+        parts = []
+        for name, span, start in packing.sequences():
+            keys, values = cache[name]
+            parts.append(attend(q[span], keys, values, start, attrs, sinks=sinks))
         return (np.concatenate(parts),)
 
 
@@ -167,9 +170,8 @@ class RopeKvWrite(OpSpec):
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Any, ...]:
         heads, kv_heads, width = (int_attr(attrs, name) for name in ("heads", "kv_heads", "head_dim"))
-        rest = list(inputs[1:-1])
+        cos, sin, *weights = inputs[1:-1] if bool_attr(attrs, "has_rope") else (None, None, *inputs[1:-1])
         q, k, v = np.split(inputs[0].reshape(-1, heads + 2 * kv_heads, width), (heads, heads + kv_heads), axis=1)
-        tables = [rest.pop(0), rest.pop(0)] if bool_attr(attrs, "has_rope") else []
         if bool_attr(attrs, "has_qk_norm"):
             norm: Attrs = {
                 "kind": str_attr(attrs, "kind"),
@@ -178,9 +180,9 @@ class RopeKvWrite(OpSpec):
                 "has_weight": True,
                 "has_bias": False,
             }
-            q, k = evaluate_norm(q, rest[:1], norm), evaluate_norm(k, rest[1:], norm)
-        if tables:
-            q, k = (rotate(x, *tables, str_attr(attrs, "style")) for x in (q, k))
+            q, k = evaluate_norm(q, weights[:1], norm), evaluate_norm(k, weights[1:], norm)
+        if cos is not None:
+            q, k = (rotate(x, cos, sin, str_attr(attrs, "style")) for x in (q, k))
         return (q, written(inputs[-1], k, v, packing))
 
 

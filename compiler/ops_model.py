@@ -114,14 +114,14 @@ def infer_norm(types: Types, attrs: Attrs, data: int) -> None:
 
 def evaluate_norm(x: Array, weights: Sequence[Array], attrs: Attrs) -> Array:
     """A norm over the last axis, computed in float64."""
-    wide = x.astype(np.float64)
+    wide: Array = x.astype(np.float64)
     eps = float_attr(attrs, "eps")
     kind = str_attr(attrs, "kind")
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdims=True)
     squares = np.square(wide)
     total = squares.sum(-1, keepdims=True) if kind == "l2" else squares.mean(-1, keepdims=True)
-    out = wide / np.sqrt(total + eps)
+    out: Array = wide / np.sqrt(total + eps)
     rest = list(weights)
     if bool_attr(attrs, "has_weight"):
         out = out * (rest.pop(0).astype(np.float64) + float_attr(attrs, "offset"))

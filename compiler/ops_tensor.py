@@ -142,9 +142,8 @@ class Reduce(OpSpec):
         return (TensorType(types[0].dtype, (*shape[:axis], *kept, *shape[axis + 1 :])),)
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
-        x = inputs[0].astype(np.float64)
-        function = {"sum": np.sum, "mean": np.mean, "max": np.max}[str_attr(attrs, "op")]
-        out = function(x, axis=int_attr(attrs, "axis"), keepdims=bool_attr(attrs, "keepdims"))
+        function = getattr(inputs[0].astype(np.float64), str_attr(attrs, "op"))
+        out = function(axis=int_attr(attrs, "axis"), keepdims=bool_attr(attrs, "keepdims"))
         return (np.asarray(out).astype(inputs[0].dtype),)
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
