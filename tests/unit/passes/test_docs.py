@@ -12,7 +12,8 @@ from toolkit.compiler.ir import Graph, Source, Value
 from toolkit.compiler.ops import GraphBuilder
 from toolkit.compiler.pass_ import Pass
 from toolkit.compiler.shapes import Sym
-from toolkit.compiler.text import print_graph
+from toolkit.compiler.text import parse_graph, print_graph
+from toolkit.compiler.verify import verify
 from toolkit.passes.act_mul import FuseActMul
 from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
@@ -180,3 +181,10 @@ def test_every_example_is_changed() -> None:
         build = GraphBuilder()
         graph = build.build(example(build))
         assert each.run(graph).matches > 0, each.name
+
+
+def test_the_graph_page_shows_a_legal_graph() -> None:
+    text = (PAGE.parent / "ir.md").read_text().split("```text\n")[1].split("```")[0]
+    graph = parse_graph(text)
+    verify(graph)
+    assert print_graph(graph) == text
