@@ -80,7 +80,7 @@ TEMPLATES = {
     "{% if enable_x is defined and enable_x is false %}off{% endif %}{{ {'a': messages[0].role, 'b': (1, 2)} }}",
     "strings": "{{ 'abc'[::-1] }}{{ 'a' 'b' }}{{ 'Hi'.startswith('H') }}{{ ' x '.strip() * 3 }}{{ 7 % 4 }}{{ 2 ** 10 }}"
     "{{ 'a,b'.replace(',', '\n') }}{{ \"it's\" | tojson }}{{ 'ß' | upper }}{{ none }}{{ true }}{{ 1 == 1.0 }}",
-    "set blocks": "{% set text %}{% for m in messages %}{{ m.role }};{% endfor %}{% endset %}{{ text }}{{ text|count }}",
+    "set blocks": "{% set t %}{% for m in messages %}{{ m.role }};{% endfor %}{% endset %}{{ t }}{{ t | count }}",
     "dict and items": "{% for k, v in dict(a=1, **{'b': 2}).items() %}{{ k }}{{ v }}{% endfor %}"
     "{% for a, b in [(1, 2), (3, 4)] %}{{ a + b }}{% endfor %}",
 }
