@@ -48,7 +48,7 @@ def _activation(t: Translator, node: fx.Node, x: Operand, kind: str) -> Traced:
 def _rope_table(t: Translator, node: fx.Node, positions: Operand, table: int, width: int) -> tuple[Operand, Operand]:
     if not isinstance(positions, Positional) or not positions.is_positions:
         raise Untranslatable("a rotary module is given something other than the positions")
-    tables = t.hooks.tables[table]
+    tables = t.rope.tables[table]
     return Positional.table(tables.cos[None]), Positional.table(tables.sin[None])
 
 
@@ -57,7 +57,7 @@ def _rope(t: Translator, node: fx.Node, x: Operand, cos: Operand, sin: Operand, 
     x = t.traced(x)
     if not isinstance(cos, Positional) or not isinstance(sin, Positional):
         raise Untranslatable("it rotates by more than the positions")
-    place = t.hooks.sites[site]
+    place = t.rope.sites[site]
     kind = place.classify(cos.rows)
     if kind is None:
         raise Untranslatable(f"{place.name} rotates in an unknown way")

@@ -26,6 +26,8 @@ from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 13, 5
 """Sizes of the example inputs; the export treats them as unknown."""
+LISTED = 8
+"""Most absent tensors that are named."""
 
 
 def capture(
@@ -55,6 +57,7 @@ class _Capture:
         self.model = build_model(config, dtype)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
+        self.layers = self.hooks.layers.path if self.hooks.layers is not None else ""
         nn.Module.to(self.model, device="meta")
         self.names = _parameter_names(self.model, has_weight)
 
@@ -73,7 +76,7 @@ class _Capture:
         return graph
 
     def _translate(self, program: ExportedProgram) -> Graph | None:
-        emitter = Emitter(self.hooks.layers or "")
+        emitter = Emitter(self.layers)
         count, row_count = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
         tokens = emitter.input("tokens", "int32", (count,))
         positions = emitter.input("positions", "int32", (count,))
@@ -94,7 +97,7 @@ class _Capture:
         program.graph.eliminate_dead_code()
         shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"]
         symbols = {shapes[-2][1].node.expr: count, shapes[-1][0].node.expr: row_count}
-        translator = Translator(emitter, self.hooks, HANDLERS, symbols, positions)
+        translator = Translator(emitter, self.hooks.rope, HANDLERS, symbols, positions)
         logits = translator.run(program.graph, operands)
         self.hooks.problems += translator.problems
         return emitter.finish(logits, "logits") if logits is not None else None
@@ -126,38 +129,35 @@ class _Capture:
                 found.append(f"norm {path} is computed by no op")
         if kinds["take_rows"] != 1:
             found.append(f"the head reads its rows in {kinds['take_rows']} ops, expected 1")
-        if self.hooks.tables and not kinds["rope"]:
+        if self.hooks.rope.tables and not kinds["rope"]:
             found.append("the model has rotary tables, but nothing rotates")
         if kinds["rope"] % 2:
             found.append(f"{kinds['rope']} ops rotate, expected a query and a key each")
         return [*found, *self._feed_forward(graph, count)]
 
     def _feed_forward(self, graph: Graph, count: int) -> list[str]:
-        """Every layer has a linear op from the width that the configuration gives."""
-        widths: Any = next(
-            (getattr(self.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")), None
-        )
-        widths = widths if isinstance(widths, list) else [widths] * count
-        path = self.hooks.layers
-        if path is None or None in widths:
+        """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
+        given = [getattr(self.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+        widths = {width for value in given for width in (value if isinstance(value, list) else [value])} - {None}
+        if not self.layers or not widths:
             return []
-        pattern = [f"{path}.{index}." for index in range(count)]
+        places = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
         return [
-            f"layer {index} has no linear op that reads {widths[index]} columns"
+            f"layer {index} has no linear op that reads {' or '.join(map(str, sorted(widths)))} columns"
             for index in range(count)
-            if not any(
-                op.kind == "linear"
-                and op.source.module.startswith(pattern[index])
-                and op.inputs[1].type.shape[1] == widths[index]
-                for op in graph.ops
-            )
+            if not any(place.startswith(f"{self.layers}.{index}.") for place in places)
         ]
 
     def _weights(self, graph: Graph) -> list[str]:
+        """Every parameter of the model is read, and is in the checkpoint."""
         used = {piece.tensor for param in graph.params for piece in param.recipe.pieces}
         expected = set(self.names.values())
-        lost = [f"parameter {name} is read by no op" for name in sorted(expected - used)]
-        return lost + [f"the checkpoint has no tensor {name}" for name in sorted(used) if not self.has_weight(name)]
+        absent = sorted(name for name in used if not self.has_weight(name))
+        found = [f"parameter {name} is read by no op" for name in sorted(expected - used)]
+        found += [f"the checkpoint has no tensor {name}" for name in absent[:LISTED]]
+        if len(absent) > LISTED:
+            found.append(f"the checkpoint lacks {len(absent) - LISTED} more of {len(used)} tensors")
+        return found
 
 
 # --- building and exporting -------------------------------------------------------------------------------------------

@@ -210,35 +210,36 @@ class Emitter:
         """A layer's ops without what tells two layers apart."""
         numbers = {span.input.name: "input"}
         numbers |= {value.name: f"{n}" for n, op in enumerate(span.ops) for value in op.outputs}
-        weights = {p.value.name: (self._rename(p, span.index, -1), p.value.type) for p in self._params.values()}
+        weights = {param.value.name: self._rename(param, span.index, -1) for param in self._params.values()}
         ops = [
             (
                 op.kind,
-                tuple(numbers.get(value.name) or weights.get(value.name, value) for value in op.inputs),
+                tuple(
+                    numbers.get(value.name) or (weights.get(value.name) or value.name, value.type)
+                    for value in op.inputs
+                ),
                 dict(op.attrs) | {name: 0 for name in ("layer",) if name in op.attrs},
             )
             for op in span.ops
         ]
         return ops, numbers.get(span.output.name, span.output)
 
-    def _rename(self, param: Param, index: int, to: int) -> Recipe:
-        """A weight's recipe in another layer."""
+    def _rename(self, param: Param, index: int, to: int) -> Piece | None:
+        """The same weight of another layer, if it is a layer's."""
         old, new = f"{self._layers}.{index}.", f"{self._layers}.{to}."
-        pieces = (
-            Piece(p.tensor.replace(old, new, 1) if p.tensor.startswith(old) else p.tensor, p.transpose, p.start, p.stop)
-            for p in param.recipe.pieces
-        )
-        return Recipe(tuple(pieces), param.recipe.encoding, param.recipe.constant)
+        if not param.recipe.pieces or not param.recipe.pieces[0].tensor.startswith(old):
+            return None
+        (piece,) = param.recipe.pieces
+        return replace(piece, tensor=new + piece.tensor[len(old) :])
 
     def repeat_layer(self, index: int, like: int, x: Value) -> Value:
         """The ops of the layer `like` again, with this layer's weights and input."""
         span = self._spans[like]
         known = {span.input.name: x}
         for param in list(self._params.values()):
-            recipe = self._rename(param, like, index)
-            if recipe != param.recipe:
-                (piece,) = recipe.pieces
-                known[param.value.name] = self._param(piece, piece.tensor, recipe, param.value.type)
+            piece = self._rename(param, like, index)
+            if piece is not None:
+                known[param.value.name] = self._param(piece, piece.tensor, Recipe((piece,)), param.value.type)
         old, new = f"{self._layers}.{like}", f"{self._layers}.{index}"
         for op in span.ops:
             module = op.source.module

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 TOLERANCE = 2e-5
 """Largest difference, relative to the largest value, at which two float32 computations count as the same formula."""
 
-TINY = 1e-7
+TINY = 1e-10
 """Scale of inputs that are small next to any epsilon."""
 
 Layout = Literal["cat", "repeat", "whole"]

@@ -8,9 +8,8 @@ positions alone is computed for every position and becomes a table.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import SymInt, Tensor, fx
 from ..compiler.ir import Source, Value
 from ..compiler.shapes import Dim, Shape, Sym
 from .emitter import Emitter
-from .hooks import Hooks
+from .rope import RopeHooks
 
 WRAPPER = "model"
 """Attribute of the exported module that holds the model: the first part of every path in the export."""
@@ -111,14 +110,15 @@ class Translator:
     def __init__(
         self,
         emitter: Emitter,
-        hooks: Hooks,
+        rope: RopeHooks,
         handlers: Mapping[str, Handler],
         symbols: Mapping[Any, Sym],
         positions: Value,
     ) -> None:
-        self.emitter, self.hooks, self.positions = emitter, hooks, positions
+        self.emitter, self.rope, self.positions = emitter, rope, positions
         self.problems: list[str] = []
-        self._handlers, self._symbols = handlers, symbols
+        self._handlers = {**handlers, "getitem": _item}
+        self._symbols = symbols
         self._values: dict[fx.Node, Any] = {}
 
     def run(self, graph: fx.Graph, operands: Mapping[str, Operand]) -> Value | None:
@@ -138,11 +138,12 @@ class Translator:
         found = node.meta.get("val")
         if not isinstance(found, (Tensor, list, tuple)):
             return found  # a size, or a check that has no result
-        args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
-        if any(self._values[given] is None for given in node.all_input_nodes):
-            return None
         self.emitter.source = _source(node)
+        args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
         try:
+            if any(self._values[given] is None for given in node.all_input_nodes):
+                self._handler(node)  # so that all that are missing are named
+                return None
             result = self._call(node, args, kwargs)
             self._check(node, result)
         except (Untranslatable, ValueError) as error:
@@ -153,23 +154,24 @@ class Translator:
             return None
         return result
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.target is getitem:
-            return args[0][args[1]]
+    def _handler(self, node: fx.Node) -> Handler:
         name = op_name(node)
+        if name not in self._handlers:
+            raise Untranslatable("no IR op is known for it")
+        return self._handlers[name]
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
-        if name.startswith("aten.") and not any(isinstance(leaf, (Traced, Weight)) for leaf in leaves):
+        if op_name(node).startswith("aten.") and not any(isinstance(leaf, (Traced, Weight)) for leaf in leaves):
             if any(isinstance(leaf, (Positional, SymInt)) for leaf in leaves):
                 return self._tabulate(node, args, kwargs)
             return _compute(node, args, kwargs)
-        if name not in self._handlers:
-            raise Untranslatable("no IR op is known for it")
-        return self._handlers[name](self, node, *args, **kwargs)
+        return self._handler(node)(self, node, *args, **kwargs)
 
     def _tabulate(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute an op whose tensors depend on the positions alone, for every position."""
         tokens, symbol = next(iter(self._symbols.items()))
-        count = self.hooks.max_context
+        count = self.rope.max_context
 
         def compute(direction: str) -> Any:
             def known(argument: Any) -> Any:
@@ -254,7 +256,13 @@ class Translator:
 
 def op_name(node: fx.Node) -> str:
     """`aten.add` or `toolkit.norm`."""
-    return str(node.target).rpartition(".")[0] if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).rpartition(".")[0]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _item(translator: Translator, node: fx.Node, values: Sequence[Operand], index: int) -> Operand:
+    return values[index]
 
 
 def _source(node: fx.Node) -> Source:

@@ -30,7 +30,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _WINDOWED = {"sliding_window": 8, "num_hidden_layers": 6}
-_SMALL_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96, "hidden_size": 64}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -40,61 +40,62 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+    "original_max_position_embeddings": 128,
+}
+_GEMMA = _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}
+_GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
+_LATE_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.1}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _COMMON | {"num_hidden_layers": 4}),
     "llama tied": ("llama", _COMMON | {"tie_word_embeddings": True}),
     "llama biases": ("llama", _COMMON | {"attention_bias": True, "mlp_bias": True}),
     "llama llama3 rope": ("llama", _COMMON | {"rope_parameters": _LLAMA3_ROPE}),
-    "llama linear rope": (
-        "llama",
-        _COMMON | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    ),
-    "llama yarn rope": (
-        "llama",
-        _COMMON
-        | {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "llama linear rope": ("llama", _COMMON | {"rope_parameters": _LINEAR_ROPE}),
+    "llama yarn rope": ("llama", _COMMON | {"rope_parameters": _YARN_ROPE}),
     "mistral": ("mistral", _COMMON | {"sliding_window": 8}),
+    "ministral": ("ministral", _COMMON | {"sliding_window": 8}),
     "ministral3": ("ministral3", _COMMON),
     "qwen2": ("qwen2", _COMMON),
+    "qwen2 window": ("qwen2", _COMMON | _LATE_WINDOW),
     "qwen3": ("qwen3", _COMMON),
+    "qwen3 window": ("qwen3", _COMMON | _LATE_WINDOW),
     "gemma": ("gemma", _COMMON),
-    "gemma2": ("gemma2", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
-    "gemma3_text": ("gemma3_text", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
-    "gemma3_text softcap": (
-        "gemma3_text",
-        _COMMON
-        | _WINDOWED
-        | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
-    ),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3_text": ("gemma3_text", _GEMMA),
+    "gemma3_text softcap": ("gemma3_text", _GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0}),
+    "vaultgemma": ("vaultgemma", _GEMMA),
     "phi": ("phi", _COMMON | {"partial_rotary_factor": 0.5}),
     "phi3": ("phi3", _COMMON),
     "phi3 partial": ("phi3", _COMMON | {"partial_rotary_factor": 0.5, "sliding_window": 8}),
-    "gpt2": ("gpt2", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
+    "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE}),
+    "gpt2": ("gpt2", _GPT),
+    "gptj": ("gptj", _GPT | {"rotary_dim": 8}),
+    "codegen": ("codegen", _GPT | {"rotary_dim": 8}),
+    "gpt_bigcode": ("gpt_bigcode", _GPT),
     "gpt_neox": ("gpt_neox", _COMMON),
-    "opt": ("opt", _SMALL_HEADS | {"ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 64}),
+    "opt": ("opt", _COMMON | {"ffn_dim": 80, "word_embed_proj_dim": 64}),
+    "biogpt": ("biogpt", _COMMON),
+    "olmo": ("olmo", _COMMON),
     "olmo2": ("olmo2", _COMMON),
     "olmo3": ("olmo3", _COMMON | _WINDOWED),
-    "granite": (
-        "granite",
-        _COMMON
-        | {
-            "embedding_multiplier": 2.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 3.0,
-            "attention_multiplier": 0.1,
-        },
-    ),
+    "granite": ("granite", _COMMON | _GRANITE),
     "starcoder2": ("starcoder2", _COMMON | {"sliding_window": 8}),
     "stablelm": ("stablelm", _COMMON),
     "stablelm qk norm": ("stablelm", _COMMON | {"qk_layernorm": True, "use_parallel_residual": True}),
+    "persimmon": ("persimmon", _COMMON),
     "cohere": ("cohere", _COMMON),
     "cohere qk norm": ("cohere", _COMMON | {"use_qk_norm": True}),
     "cohere2": ("cohere2", _COMMON | _WINDOWED),
@@ -108,46 +109,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", _COMMON),
     "arcee": ("arcee", _COMMON),
     "apertus": ("apertus", _COMMON),
-    "falcon": (
-        "falcon",
-        _SMALL_HEADS | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
     "bitnet": ("bitnet", _COMMON),
     "nanochat": ("nanochat", _COMMON),
-    "olmo": ("olmo", _COMMON),
     "helium": ("helium", _COMMON),
-    "codegen": (
-        "codegen",
-        {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8},
-    ),
-    "persimmon": ("persimmon", _COMMON),
-    "gpt_bigcode": ("gpt_bigcode", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}),
-    "gptj": ("gptj", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "rotary_dim": 8}),
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            "vocab_size": 96,
-            "hidden_size": 64,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 8,
-        },
-    ),
-    "lfm2": ("lfm2", _COMMON),
-    "biogpt": ("biogpt", _COMMON),
-    "dots1": ("dots1", _COMMON),
-    "mixtral": ("mixtral", _COMMON | {"num_local_experts": 4}),
-    "bloom": ("bloom", {"vocab_size": 96, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
-    "vaultgemma": ("vaultgemma", _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}),
-    "t5gemma": ("t5gemma", {}),
-    "youtu": ("youtu", _COMMON),
-    "minicpm3": ("minicpm3", _COMMON),
     "jais2": ("jais2", _COMMON),
     "cwm": ("cwm", _COMMON),
-    "ministral": ("ministral", _COMMON | {"sliding_window": 8}),
-    "qwen3 window": ("qwen3", _COMMON | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen2 window": ("qwen2", _COMMON | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
 }
 """Case name to model type and configuration. Sequences of more than 8 tokens leave the windows."""
 
