@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.compiler.interpret import from_tensors, interpret
 from toolkit.compiler.ir import Graph
+from toolkit.compiler.lower import lower
 from toolkit.compiler.onnx_io import to_onnx
 from toolkit.compiler.op_spec import Array, CacheState, Packing
 from toolkit.compiler.pass_ import run_passes
@@ -161,3 +162,13 @@ def test_every_pass_is_idempotent_and_printable(captured: Captured) -> None:
         again = parse_graph(text, constants(graph))
         assert again == graph, each.name
         assert print_graph(again) == text
+
+
+def test_every_level_can_be_lowered_and_fusion_saves_launches(captured: Captured) -> None:
+    launches = []
+    for level in (0, 1, 2):
+        quant = Quantization.parse("none", "float32")
+        passes = pipeline(CPU, quant=quant, encoding_of=lambda name: FLOAT32, level=level)
+        fused, _ = run_passes(captured.graph, passes)
+        launches.append(len(lower(fused, CPU, "float32").forward))
+    assert launches[0] >= launches[1] > launches[2]
