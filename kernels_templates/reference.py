@@ -130,3 +130,80 @@ def attention(
             total = weights.sum(axis=1) + np.exp(extra - top)
             out[row] = np.einsum("hj,jhd->hd", weights / total[:, None], v[seen])
     return out
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """What a row asks of the sampler: the fields of `runtime.step.ROW` with arrays for pointers."""
+
+    sample: bool = True
+    target: int = -1
+    top_k: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int = 0
+    index: int = 0
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    mask: npt.NDArray[np.bool_] | None = None
+    """[V], True where a token is allowed."""
+
+
+def philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & 0xFFFFFFFF, (a >> 32) ^ c3 ^ k1, a & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, index: int) -> float:
+    """The random number in [0, 1) of an output index: 53 bits of philox(seed, index)."""
+    high, low, _, _ = philox((seed & 0xFFFFFFFF, seed >> 32), (index & 0xFFFFFFFF, index >> 32, 0, 0))
+    return float((high << 32 | low) >> 11) * 2.0**-53
+
+
+def scores_of(logits: npt.NDArray[np.float32], row: SampleRow) -> npt.NDArray[np.float64]:
+    """The logits with mask, bias and penalties. Tokens outside the vocabulary are ignored."""
+    size = len(logits)
+    scores = logits.astype(np.float64)
+    if row.mask is not None:
+        scores[~row.mask] = -np.inf
+    for token, value in row.bias:
+        if 0 <= token < size:
+            scores[token] += value
+    prompt, output = (np.array([t for t in tokens if 0 <= t < size], int) for tokens in (row.prompt, row.output))
+    seen = np.unique(np.concatenate([prompt, output]))
+    penalty = row.repetition_penalty
+    scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    counts = np.bincount(output, minlength=size)
+    scores -= row.frequency_penalty * counts + row.presence_penalty * (counts > 0)
+    return scores
+
+
+def kept_probabilities(scores: npt.NDArray[np.float64], row: SampleRow) -> npt.NDArray[np.float64]:
+    """Probabilities of the tokens that may be drawn: temperature, top-k, top-p of what is left, then min-p.
+
+    top-p keeps the best tokens until their probabilities reach it. Tokens equal to the last one kept stay too.
+    """
+    weights = np.exp((scores - scores.max()) / row.temperature)
+    order = np.sort(scores)[::-1]
+    if 0 < row.top_k < len(scores):
+        weights[scores < order[row.top_k - 1]] = 0
+    if row.top_p < 1:
+        best = np.sort(weights)[::-1]
+        last = min(int(np.searchsorted(np.cumsum(best), row.top_p * best.sum())), len(best) - 1)
+        weights[weights < best[last]] = 0
+    weights[weights < min(row.min_p, 1.0)] = 0  # the best token weighs 1
+    result: npt.NDArray[np.float64] = weights / weights.sum()
+    return result

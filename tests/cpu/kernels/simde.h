@@ -35,6 +35,14 @@ static inline __m512 emulated_cvtph_ps(__m256i x) {
   return result;
 }
 
+static inline __m512i emulated_srai_epi32(__m512i x, int count) {
+  int32_t lanes[16];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int i = 0; i < 16; i++) lanes[i] >>= count;
+  memcpy(&x, lanes, sizeof lanes);
+  return x;
+}
+
 static inline __m256i emulated_cvtps_ph(__m512 x) {
   __m256 halves[2];
   memcpy(halves, &x, sizeof halves);
@@ -69,3 +77,4 @@ static inline void emulated_mask_storeu_ps(void *p, __mmask16 mask, __m512 x) {
 #define _mm512_cvtps_ph(x, rounding) emulated_cvtps_ph(x)
 #define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
 #define _mm512_mask_storeu_ps emulated_mask_storeu_ps
+#define _mm512_srai_epi32 emulated_srai_epi32
