@@ -7,13 +7,14 @@ from pathlib import Path
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from ..runtime.load import read_plan
 from ..runtime.plan import Plan
 from .driver import compile as compile_model
 from .progress import Phases, TerminalPhases
 from .roofline import read_bandwidth, seconds_per_token
+
+SHOWN_NOTES = 4
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -120,7 +121,6 @@ def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
 
 def print_summary(summary: Summary) -> None:
     """The summary for people."""
-    table = Table.grid(padding=(0, 2))
     for name, value in (
         ("ops", f"{summary.captured_ops} captured, {summary.fused_ops} after fusion"),
         ("kernels", f"{summary.kernels}, in {summary.launches} launches a step"),
@@ -131,12 +131,12 @@ def print_summary(summary: Summary) -> None:
         ("time", ", ".join(f"{name.lower()} {value:.1f} s" for name, value in summary.seconds.items())),
         ("plan", summary.plan),
     ):
-        table.add_row(f"[bold]{name}", value)
-    console = Console(soft_wrap=True)
-    console.print(table)
-    for note in summary.notes:
-        console.print(f"note: {note}", markup=False)
-    console.print(f"\nNext: toolkit serve {summary.plan}", markup=False)
+        click.echo(f"{click.style(f'{name:<12}', bold=True)} {value}")
+    for note in summary.notes[:SHOWN_NOTES]:
+        click.echo(f"note: {note}")
+    if len(summary.notes) > SHOWN_NOTES:
+        click.echo(f"and {len(summary.notes) - SHOWN_NOTES} more notes, see: toolkit inspect {summary.plan}")
+    click.echo(f"\nNext: toolkit serve {summary.plan}")
 
 
 def size(count: float) -> str:

@@ -47,20 +47,20 @@ def compile(
     chosen, seed = _one_target(target), _random_seed(weights)
     if output is not None:
         check_output(Path(output), force=force)
-    _require_compile_extra()
-    from ..compiler.codegen.cpu import build_libraries
-    from ..compiler.emit import make_plan, write_plan
-    from ..compiler.onnx_io import write_onnx
-    from ..compiler.pass_ import run_passes
-    from ..compiler.program import make_program
-    from ..compiler.weights_pack import pack_weights, resolve_encodings
-    from ..models.capture import capture
-    from ..models.source import open_model
-    from ..models.tokenizer import write_text
-    from ..passes.pipelines import pipeline
-    from ..passes.quantize_weights import Quantization
-
     phases = progress or Phases()
+    with phases.phase("Import"):
+        _require_compile_extra()
+        from ..compiler.codegen.cpu import build_libraries
+        from ..compiler.emit import make_plan, write_plan
+        from ..compiler.onnx_io import write_onnx
+        from ..compiler.pass_ import run_passes
+        from ..compiler.program import make_program
+        from ..compiler.weights_pack import pack_weights, resolve_encodings
+        from ..models.capture import capture
+        from ..models.source import open_model
+        from ..models.tokenizer import write_text
+        from ..passes.pipelines import pipeline
+        from ..passes.quantize_weights import Quantization
     with phases.phase("Open"):
         opened = open_model(str(model), dtype=dtype, random_seed=seed)
         quantization = Quantization.parse(quant, opened.dtype)
