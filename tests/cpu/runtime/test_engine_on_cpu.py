@@ -1,0 +1,201 @@
+"""The engine on the CPU device: what the Hugging Face implementation says, however the requests are scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from unit.runtime.engine_harness import Output, make_request, run
+
+from toolkit.cli.driver import compile as compile_model
+from toolkit.runtime.device.open import open_device
+from toolkit.runtime.engine import Engine
+from toolkit.runtime.load import read_plan
+from toolkit.runtime.options import EngineOptions
+from toolkit.runtime.plan import Plan
+from toolkit.runtime.request import Add
+
+SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+}
+STEPS = 32
+
+
+@dataclass
+class Case:
+    """A compiled model and its original."""
+
+    directory: Path
+    plan: Plan
+    model: Any
+
+    def logprobs(self, tokens: list[int]) -> np.ndarray[Any, Any]:
+        """Log-probabilities [T, V] of the original."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([tokens])).logits[0]
+        result: np.ndarray[Any, Any] = torch.log_softmax(logits.float(), -1).numpy()
+        return result
+
+    def engine(self, *, full_sequences: float = 8.0, **options: Any) -> Engine:
+        """An engine whose cache holds so many sequences of full length."""
+        plan, memory = self.plan, self.plan.memory
+        pages = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
+        costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
+        cache = sum((full_sequences * count + 1) * cost for count, cost in zip(pages, costs, strict=True))
+        bytes_allowed = memory.arena + memory.weights + memory.host + cache + 4096
+        choice = EngineOptions(memory=bytes_allowed, threads=1, **options)
+        return Engine(open_device(self.directory, plan, choice), choice)
+
+    def check_greedy(self, prompt: list[int], output: Output) -> None:
+        """Every token is the original's best after the tokens before it, or a near-tie with it."""
+        assert output.error is None
+        expected = self.logprobs(prompt + output.tokens)[len(prompt) - 1 : -1]
+        chosen = expected[np.arange(len(output.tokens)), output.tokens]
+        assert len(chosen) > 0
+        assert np.all(expected.max(axis=1) - chosen < 1e-3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The models are tiny: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param])
+    config.dtype = torch.float32
+    from_config: Any = AutoModelForCausalLM.from_config
+    model = from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "model")
+    directory = compile_model(folder / "model", output=folder / "plan", max_batch=8, max_context=192)
+    return Case(directory, read_plan(directory), model)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of 5 to 60 tokens, every other one with a shared beginning."""
+    rng = np.random.default_rng(seed)
+    trunk = rng.integers(3, 199, 50).tolist()
+    return [
+        (trunk if index % 2 else [])[: int(rng.integers(10, 50))]
+        + rng.integers(3, 199, int(rng.integers(5, 60))).tolist()
+        for index in range(count)
+    ]
+
+
+def requests(count: int, **params: Any) -> list[Add]:
+    return [
+        make_request(str(index), prompt, **({"max_tokens": STEPS, "ignore_eos": True} | params))
+        for index, prompt in enumerate(prompts(count))
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_batched_tokens": 16},
+        {"full_sequences": 1.2},
+        {"full_sequences": 1.2, "max_batched_tokens": 11, "max_num_seqs": 3},
+        {"prefix_cache": False},
+    ],
+)
+def test_greedy_outputs_are_the_originals(case: Case, options: dict[str, Any]) -> None:
+    """In one batch, in small chunks, with little memory, with and without prefix cache."""
+    engine = case.engine(**options)
+    outputs = run(engine, requests(8))
+    assert ("full_sequences" in options) == (engine.stats().preemptions > 0)
+    for prompt, output in zip(prompts(8), outputs.values(), strict=True):
+        assert len(output.tokens) == STEPS
+        case.check_greedy(prompt, output)
+    engine.device.close()
+
+
+def test_a_second_run_from_the_prefix_cache_says_the_same(case: Case) -> None:
+    engine = case.engine()
+    run(engine, requests(6))
+    before = engine.stats().prefix_hits
+    outputs = run(engine, requests(6))
+    assert engine.stats().prefix_hits > before
+    for prompt, output in zip(prompts(6), outputs.values(), strict=True):
+        case.check_greedy(prompt, output)
+    engine.device.close()
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(case: Case) -> None:
+    engine = case.engine()
+    draws = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+    together = run(engine, requests(8, **draws))
+    for request in requests(8, **draws):
+        alone = run(engine, [request])[request.request]
+        same = sum(a == b for a, b in zip(alone.tokens, together[request.request].tokens, strict=True))
+        assert same == STEPS or alone.tokens[:8] == together[request.request].tokens[:8]
+    engine.device.close()
+
+
+def test_logprobs_are_the_originals(case: Case) -> None:
+    engine = case.engine()
+    prompt = prompts(1)[0]
+    output = run(engine, [make_request("x", prompt, logprobs=5, prompt_logprobs=-1, max_tokens=4)])["x"]
+    expected = case.logprobs(prompt + output.tokens)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    for position, entry in enumerate(output.prompt_logprobs[1:]):
+        assert entry is not None
+        row = np.frombuffer(entry.row, "<f4")
+        np.testing.assert_allclose(row, expected[position], atol=1e-4)
+        assert entry.token == prompt[position + 1]
+        assert entry.logprob == pytest.approx(row[entry.token], abs=1e-6)
+        assert entry.rank == int((row > row[entry.token]).sum()) + 1
+    for index, entry in enumerate(output.logprobs):
+        row = expected[len(prompt) - 1 + index]
+        assert entry.token == output.tokens[index]
+        assert entry.logprob == pytest.approx(row[entry.token], abs=1e-4)
+        top = np.sort(row)[::-1][:5]
+        np.testing.assert_allclose([value for _, value in entry.top], top, atol=1e-4)
+    engine.device.close()
+
+
+def test_penalties_biases_and_stops_reach_the_sampler(case: Case) -> None:
+    engine = case.engine()
+    prompt = prompts(1)[0]
+    biased = make_request("biased", prompt, logit_bias={7: 100.0}, max_tokens=5)
+    assert run(engine, [biased])["biased"].tokens == [7] * 5
+    stopped = make_request("stopped", prompt, logit_bias={7: 100.0, 9: 50.0}, stop_token_ids=(7,), min_tokens=3)
+    assert run(engine, [stopped])["stopped"].tokens == [9, 9, 9, 7]
+    penalized = make_request("penalized", prompt, presence_penalty=2.0, repetition_penalty=10.0, max_tokens=STEPS)
+    tokens = run(engine, [penalized])["penalized"].tokens
+    plain = run(engine, [make_request("plain", prompt, max_tokens=STEPS, ignore_eos=True)])["plain"].tokens
+    assert len(set(tokens)) > len(set(plain))
+    engine.device.close()
