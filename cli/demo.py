@@ -97,7 +97,8 @@ def _ask(port: int) -> None:
 
 def _stream(port: int) -> Iterator[str]:
     """The pieces of a streamed chat completion."""
-    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True, "max_tokens": 64, "temperature": 0}
+    messages = [{"role": "system", "content": "Answer in one sentence."}, {"role": "user", "content": QUESTION}]
+    body = {"messages": messages, "stream": True, "max_tokens": 64, "temperature": 0}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
