@@ -80,7 +80,7 @@ class Tokenizer:
         skipped = frozenset(self._special if skip_special_tokens else ())
         if self._byte_level:
             return _ByteDecoder(self.token_bytes, skipped)
-        return _WindowDecoder(lambda ids: self.decode(ids, skip_special_tokens=False), self._is_byte, skipped)
+        return _WindowDecoder(self._backend, skipped)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for; empty for an id that no token has."""
@@ -95,9 +95,6 @@ class Tokenizer:
             return bytes(map(_ALPHABET.__getitem__, token)) if _ALPHABET.keys() >= set(token) else token.encode()
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
-
-    def _is_byte(self, token: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "") is not None
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -140,17 +137,16 @@ class _WindowDecoder:
     is kept back until it ends.
     """
 
-    def __init__(
-        self, decode: Callable[[list[int]], str], is_byte: Callable[[int], bool], skipped: frozenset[int]
-    ) -> None:
-        self._decode, self._is_byte, self._skipped = decode, is_byte, skipped
+    def __init__(self, backend: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+        self._backend, self._skipped = backend, skipped
         self._context: list[int] = []
         self._run: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
-        shown = [id_ for id_ in ids if id_ not in self._skipped]
+        tokens = {id_: token for id_ in ids if (token := self._backend.id_to_token(id_)) is not None}
+        shown = [id_ for id_ in ids if id_ in tokens and id_ not in self._skipped]
         end = len(shown)
-        while end and self._is_byte(shown[end - 1]):
+        while end and _BYTE_TOKEN.fullmatch(tokens[shown[end - 1]]):
             end -= 1
         if end == 0:
             self._run += shown
@@ -165,4 +161,7 @@ class _WindowDecoder:
         return text
 
     def _after_context(self, ids: list[int]) -> str:
-        return self._decode(self._context + ids)[len(self._decode(self._context)) :]
+        before, text = (
+            self._backend.decode(part, skip_special_tokens=False) for part in (self._context, self._context + ids)
+        )
+        return text[len(before) :]
