@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,14 @@ class LazyTensor(Protocol):
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis, exactly as stored."""
+
+
+@runtime_checkable
+class TurnedTensor(LazyTensor, Protocol):
+    """A matrix that the checkpoint stores transposed: a piece that transposes it reads `turned`, codes and all."""
+
+    @property
+    def turned(self) -> LazyTensor: ...
 
 
 class TensorSource(Protocol):

@@ -25,7 +25,7 @@ from .lowered import Weight
 from .lowering import static, weight_bytes, weight_shape
 from .memory import align
 from .quantize import encode
-from .weights import LazyTensor, Piece, Recipe, TensorSource
+from .weights import LazyTensor, Piece, Recipe, TensorSource, TurnedTensor
 
 FILE = "weights.safetensors"
 CHUNK_BYTES = 32 << 20
@@ -48,8 +48,9 @@ def _resolve(param: Param, source: TensorSource) -> Param:
         return param
     if recipe.constant is not None:
         return replace(param, recipe=replace(recipe, encoding=FLOAT32))
-    found = {source[piece.tensor].encoding for piece in recipe.pieces}
-    turned = any(piece.transpose for piece in recipe.pieces)
+    opened = [_open(piece, source) for piece in recipe.pieces]
+    found = {tensor.encoding for tensor, _ in opened}
+    turned = any(transpose for _, transpose in opened)
     kept = found.pop() if len(found) == 1 else FLOAT32
     if turned and kept.kind == "affine":
         kept = FLOAT32
@@ -69,6 +70,14 @@ def _check_shape(param: Param, source: TensorSource) -> None:
             f"expected shape [{', '.join(map(str, wanted))}] for {param.value.name}, but the checkpoint has {names}: "
             "the weights do not belong to this config.json"
         )
+
+
+def _open(piece: Piece, source: TensorSource) -> tuple[LazyTensor, bool]:
+    """The tensor of a piece, and whether it is still to be transposed."""
+    tensor = source[piece.tensor]
+    if piece.transpose and isinstance(tensor, TurnedTensor):
+        return tensor.turned, False
+    return tensor, piece.transpose
 
 
 def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
@@ -112,8 +121,8 @@ def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
 
 
 def _read_piece(piece: Piece, source: TensorSource, encoding: Encoding, rows: int) -> Iterator[EncodedArray]:
-    tensor = source[piece.tensor]
-    if piece.transpose:
+    tensor, transpose = _open(piece, source)
+    if transpose:
         # A row of the result is a column of the stored tensor, so it is read whole.
         turned = np.ascontiguousarray(_checked(tensor, 0, tensor.shape[0]).decode().T)
         whole = EncodedArray(FLOAT32, turned[slice(piece.start, piece.stop)])

@@ -79,25 +79,25 @@ class OffsetTensor:
 
 @dataclass(frozen=True)
 class TransposedTensor:
-    """A matrix that the model has as [in, out] and the file as [out, in].
+    """A matrix that the model has as [in, out] and the file as [out, in], which is `turned`.
 
     Scales belong to columns of the file, which are rows here, so a quantized matrix is read as its float32 values.
     """
 
     name: str
-    inner: StoredTensor
+    turned: StoredTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.inner.shape[::-1]
+        return self.turned.shape[::-1]
 
     @property
     def encoding(self) -> Encoding:
-        return FLOAT32 if self.inner.encoding.kind == "affine" else self.inner.encoding
+        return FLOAT32 if self.turned.encoding.kind == "affine" else self.turned.encoding
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop`, which are columns of the file: the whole matrix is decoded each time."""
-        whole = self.inner.read()
+        whole = self.turned.read()
         data = whole.decode() if whole.encoding.kind == "affine" else whole.data
         return EncodedArray(self.encoding, np.ascontiguousarray(data.T[start:stop]))
 

@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 from unit.models.gguf_writer import Q8_0, write_gguf
 
-from toolkit.models.source import open_model
+from toolkit.compiler.ir import Graph, Param, Value
+from toolkit.compiler.shapes import TensorType
+from toolkit.compiler.weights import Piece, Recipe
+from toolkit.compiler.weights_pack import read_chunks, resolve_encodings
+from toolkit.models.source import open_model, parameter_shapes
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.encodings import Q8_0 as Q8_0_ENCODING
 from toolkit.runtime.errors import UserError
@@ -167,9 +171,22 @@ def test_transposed_quantized_matrices_are_read_as_values(tmp_path: Path) -> Non
     np.testing.assert_array_equal(tensor.read(3, 9).decode(), expected[3:9])
 
 
-def test_the_real_models_have_every_parameter(smollm2: Path, gemma3: Path) -> None:
-    from toolkit.models.source import parameter_shapes
+def test_a_quantized_matrix_that_the_model_transposes_keeps_its_codes(tmp_path: Path) -> None:
+    model = tiny(*CASES["gpt2"])
+    write_gguf(model, tmp_path / "m.gguf", quantize=True)
+    weights = open_model(str(tmp_path / "m.gguf")).weights
+    name = "transformer.h.0.mlp.c_fc.weight"  # [in 64, out 256] in the model
+    recipe = Recipe((Piece(name, transpose=True, start=16, stop=80),))
+    param = Param(Value("w", TensorType("float32", (64, 64))), recipe)
+    (resolved,) = resolve_encodings(Graph((), (param,), (), ()), weights).params
+    (chunk,) = read_chunks(resolved, weights)
+    original = np.ascontiguousarray(model.state_dict()[name].numpy().T[16:80])
+    stored = gguf.quants.quantize(original, Q8_0).reshape(64, -1, 34)
+    assert chunk.encoding == Q8_0_ENCODING
+    np.testing.assert_array_equal(chunk.data, stored[:, :, 2:].view(np.int8).reshape(64, 64))
 
+
+def test_the_real_models_have_every_parameter(smollm2: Path, gemma3: Path) -> None:
     for path, layers in ((smollm2, 30), (gemma3, 18)):
         opened = open_model(str(path))
         shapes = parameter_shapes(opened.config)
