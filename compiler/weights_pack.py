@@ -162,8 +162,9 @@ def _checked(tensor: LazyTensor, start: int, stop: int) -> EncodedArray:
 def _is_finite(numbers: Array) -> npt.NDArray[np.bool_]:
     if numbers.dtype == np.uint16:  # bfloat16: not finite if all bits of the exponent are set
         bits: npt.NDArray[np.uint16] = numbers.view(np.uint16)
-        return (bits & np.uint16(0x7F80)) != np.uint16(0x7F80)
-    finite: npt.NDArray[np.bool_] = np.isfinite(numbers)
+        finite: npt.NDArray[np.bool_] = (bits & np.uint16(0x7F80)) != np.uint16(0x7F80)
+    else:
+        finite = np.isfinite(numbers)
     return finite
 
 

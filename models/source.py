@@ -25,6 +25,8 @@ from .random_weights import RandomSource
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Any of these says that a directory has a tokenizer."""
+_TEXT_FILES = (*_TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def open_model(model: str, *, dtype: str = "auto", random_seed: int | None = Non
 
 def _open_directory(directory: Path, dtype: str, random_seed: int | None, name: str = "") -> OpenedModel:
     config = _read_config(directory)
-    used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TOKENIZER_FILES)]
+    used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TEXT_FILES)]
     weights: TensorSource
     if random_seed is None:
         if getattr(config, "quantization_config", None) is not None:
