@@ -212,7 +212,9 @@ def test_stop_token_ids_and_ignore_eos() -> None:
 
 def test_without_a_seed_each_request_has_its_own() -> None:
     engine = make_engine(max_sequences=8)
-    outputs = run(engine, [make_request(str(i), [9, 8], temperature=1.0, max_tokens=20) for i in range(8)])
+    outputs = run(
+        engine, [make_request(str(i), [9, 8], temperature=1.0, max_tokens=20, ignore_eos=True) for i in range(8)]
+    )
     assert len({tuple(output.tokens) for output in outputs.values()}) == 8
 
 

@@ -18,7 +18,7 @@ from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.process import ProcessEngine
 from toolkit.runtime.request import Add, Error, Event, Finished, Tokens
 
-REQUESTS = 300
+REQUESTS = 200
 CLIENTS = 24
 
 
