@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -28,3 +29,18 @@ def smollm2() -> Path:
 def gemma3() -> Path:
     """gemma-3-270m as GGUF: Q5_0, Q4_K, Q6_K, Q8_0 and F32 tensors."""
     return _model("gemma-3-270m-q4_k_m.gguf")
+
+
+@pytest.fixture(scope="session")
+def smollm2_plan(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 compiled with its own encodings, once for all workers of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    plan = shared / "smollm2-plan"
+    with open(shared / "smollm2-plan.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not plan.exists():
+            from toolkit import compile as compile_model
+
+            compile_model(smollm2, output=plan, max_batch=8, max_context=1024)
+    return plan

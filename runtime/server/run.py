@@ -116,7 +116,7 @@ def _make_server(service: Service) -> Server:
     config = Config(
         create_app(service),
         loop="asyncio",
-        http="h11",
+        http="auto",
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,0 +1,287 @@
+"""`toolkit serve` on a real model, asked by real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from e2e.serving import ServerProcess, StartServer
+
+QUESTION: list[dict[str, str]] = [
+    {"role": "system", "content": "You answer in one short sentence."},
+    {"role": "user", "content": "What is the capital of France?"},
+]
+BANNED = ("torch", "triton", "transformers", "onnx", "tvm")
+
+
+def sdk(server: ServerProcess) -> Any:
+    """The SDK, untyped: some fields go beyond its types."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(client: Any, **options: Any) -> Any:
+    model = client.models.list().data[0].id
+    return client.chat.completions.create(model=model, messages=QUESTION, temperature=0, **options)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> float:
+    """How long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it did not happen in time"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"toolkit:{name}{{"))
+
+
+# --- the openai SDK ---------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_is_right_streamed_and_whole(server: ServerProcess) -> None:
+    whole = ask(sdk(server), max_tokens=40)
+    chunks = list(ask(sdk(server), max_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert "Paris" in whole.choices[0].message.content
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_async_clients_get_what_they_would_get_alone(server: ServerProcess) -> None:
+    prompts = [f"Count from {number} to ten:" for number in range(6)]
+
+    async def main() -> list[str]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            jobs = [client.completions.create(model=name, prompt=prompt, **fixed) for prompt in prompts]
+            return [answer.choices[0].text for answer in await asyncio.gather(*jobs)]
+
+    name = sdk(server).models.list().data[0].id
+    fixed: Any = {"max_tokens": 4, "temperature": 0}
+    together = asyncio.run(main())
+    alone = [sdk(server).completions.create(model=name, prompt=prompt, **fixed).choices[0].text for prompt in prompts]
+    # Batches round differently, so a near-tie may flip: most must be equal.
+    assert sum(a == b for a, b in zip(together, alone, strict=True)) >= len(prompts) - 1
+
+
+def test_sampling_options_reach_the_sampler(server: ServerProcess) -> None:
+    client = sdk(server)
+    name = client.models.list().data[0].id
+
+    def sample(**options: Any) -> list[str]:
+        answer = client.completions.create(model=name, prompt="Once upon a time", max_tokens=12, **options)
+        return [choice.text for choice in answer.choices]
+
+    assert sample(seed=7, temperature=1.0) == sample(seed=7, temperature=1.0)
+    assert len(set(sample(n=4, seed=7, temperature=1.5))) > 1
+    assert sample(temperature=1.5, extra_body={"top_k": 1}) == sample(temperature=0)
+    token = httpx.post(f"{server.url}/tokenize", json={"prompt": " banana"}).json()["tokens"][0]
+    forced = httpx.post(f"{server.url}/detokenize", json={"tokens": [token] * 12}).json()["prompt"]
+    assert sample(temperature=0, logit_bias={str(token): 100}) == [forced]
+
+
+def test_logprobs_are_consistent(server: ServerProcess) -> None:
+    client = sdk(server)
+    answer = ask(client, max_tokens=8, logprobs=True, top_logprobs=3)
+    entries = answer.choices[0].logprobs.content
+    joined = b"".join(bytes(entry.bytes) for entry in entries)
+    assert answer.choices[0].message.content in joined.decode()
+    for entry in entries:
+        best = entry.top_logprobs[0]
+        assert (best.token, best.logprob) == (entry.token, entry.logprob), "greedy takes the likeliest"
+        assert entry.logprob <= 0
+        assert [each.logprob for each in entry.top_logprobs] == sorted(
+            (each.logprob for each in entry.top_logprobs), reverse=True
+        )
+
+
+def test_a_scored_prompt_agrees_with_its_generation(server: ServerProcess) -> None:
+    """Log-probabilities of generated tokens equal those of the same tokens sent back as a prompt."""
+    client = sdk(server)
+    name = client.models.list().data[0].id
+    options: dict[str, Any] = {"model": name, "temperature": 0, "logprobs": 0}
+    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "The capital of France is"}).json()["tokens"]
+    first = client.completions.create(
+        prompt=ids, max_tokens=6, extra_body={"return_token_ids": True, "ignore_eos": True}, **options
+    ).choices[0]
+    second = client.completions.create(prompt=ids + first.token_ids, max_tokens=0, echo=True, **options).choices[0]
+    assert second.logprobs.token_logprobs[0] is None
+    assert second.logprobs.token_logprobs[len(ids) :] == pytest.approx(first.logprobs.token_logprobs, abs=0.05)
+
+
+def test_stop_strings_cut_the_text(server: ServerProcess) -> None:
+    whole = ask(sdk(server), max_tokens=40).choices[0].message.content
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    answer = ask(sdk(server), max_tokens=40, stop=[stop, "never seen"])
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("stop", stop)
+
+
+def test_the_sdk_understands_our_errors(server: ServerProcess) -> None:
+    client = sdk(server)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as caught:
+        ask(client, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert caught.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, max_tokens=100_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+# --- raw HTTP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"\xff", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": "a", "bogus": 1}', "application/json", 400),
+        (b'{"prompt": "a", "n": 1000000}', "application/json", 400),
+        (b'{"prompt": "' + b"word " * 200_000 + b'"}', "application/json", 400),
+        (b'{"prompt": "' + b"x" * (17 << 20) + b'"}', "application/json", 413),
+        (b'{"prompt": "a"}', "text/plain", 415),
+    ],
+)
+def test_bad_requests_leave_the_server_alive(server: ServerProcess, content: bytes, kind: str, status: int) -> None:
+    url = f"{server.url}/v1/completions"
+    response = httpx.post(url, content=content, headers={"content-type": kind}, timeout=60)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_bytes_that_are_no_http(server: ServerProcess) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"\x16\x03\x01 this is no http\r\n\r\n")
+        assert b"400" in connection.recv(1000)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_pages_of_a_vanished_client_are_free_within_a_second(server: ServerProcess, stream: bool) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    with (
+        suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.5) as response,
+    ):
+        lines = response.iter_lines()  # closes the connection when it is collected
+        next(lines)
+        wait_until(lambda: metric(server, "num_requests_running") == 1, 10)
+    wait_until(lambda: metric(server, "num_requests_running") == 0 and metric(server, "kv_cache_usage_perc") == 0, 1.0)
+
+
+def test_counters(server: ServerProcess) -> None:
+    before = metric(server, "generation_tokens_total"), metric(server, "request_success_total")
+    body = {"prompt": ["a", "b"], "max_tokens": 10, "n": 5, "ignore_eos": True}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    after = metric(server, "generation_tokens_total"), metric(server, "request_success_total")
+    assert (after[0] - before[0], after[1] - before[1]) == (100, 10)
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_port_is_said_in_one_sentence(server: ServerProcess, smollm2_plan: Path) -> None:
+    port = server.url.rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "toolkit.cli.main", "serve", str(smollm2_plan), "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"port {port} on 127.0.0.1 is in use" in line
+
+
+def test_too_little_memory_is_said_in_one_sentence(smollm2_plan: Path) -> None:
+    command = [sys.executable, "-m", "toolkit.cli.main", "serve", str(smollm2_plan), "--port", "0", "--memory", "10MiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--memory" in line
+
+
+def test_a_signal_lets_streams_end(own_server: StartServer) -> None:
+    server = own_server()
+    engine = server.engine
+    stream = ask(sdk(server), max_tokens=60, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{server.url}/health", timeout=2)
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert server.wait(20) == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_second_signal_does_not(own_server: StartServer) -> None:
+    server = own_server()
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True}
+    thread = threading.Thread(target=_ignore_errors, args=(server, body))
+    thread.start()
+    wait_until(lambda: metric(server, "num_requests_running") == 1, 10)
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait(3) == 0
+    thread.join(10)
+
+
+def _ignore_errors(server: ServerProcess, body: dict[str, Any]) -> None:
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def test_health_tells_a_dead_engine(own_server: StartServer) -> None:
+    server = own_server()
+    stream = ask(sdk(server), max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    os.kill(server.engine, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="SIGKILL"):
+        list(stream)
+    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503, 3)
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert "SIGKILL" in response.json()["error"]["message"]
+    assert server.stop() == 0
+
+
+_LIST_MODULES = """
+import atexit, os, pathlib, sys
+atexit.register(lambda: pathlib.Path(os.environ["MODULES"], str(os.getpid())).write_text("\\n".join(sys.modules)))
+"""
+
+
+def test_serving_loads_nothing_of_the_compiler(own_server: StartServer, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_LIST_MODULES)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    server = own_server(PYTHONPATH=path, MODULES=str(tmp_path))
+    pids = {server.process.pid, server.engine}
+    assert ask(sdk(server), max_tokens=4).choices[0].message.content
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    assert server.stop() == 0
+    loaded = {pid: set((tmp_path / str(pid)).read_text().split()) for pid in pids}
+    for modules in loaded.values():
+        assert "toolkit.runtime.request" in modules
+        assert {module.partition(".")[0] for module in modules}.isdisjoint(BANNED)
+    assert "numpy" not in loaded[server.process.pid], "the API process starts without it"
