@@ -135,9 +135,10 @@ def _settings() -> list[Finding]:
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from .console import report_console
 
     table = Table(box=None, pad_edge=False, show_header=False)
     topic = ""
@@ -148,4 +149,4 @@ def _print(findings: list[Finding]) -> None:
         table.add_row("[yellow]![/]" if finding.problem else "[green]✓[/]", f"  {finding.name}", escape(finding.value))
         if finding.problem:
             table.add_row("", "", f"[yellow]{escape(finding.problem)}[/]")
-    Console().print(table)
+    report_console().print(table)

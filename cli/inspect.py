@@ -108,9 +108,9 @@ def command(*, plan: Path, every_launch: bool, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(inspection))
         return
-    from rich.console import Console
+    from .console import report_console
 
-    _print(Console(), inspection, every_launch)
+    _print(report_console(), inspection, every_launch)
 
 
 def examine(plan: Plan, bandwidth: float, arithmetic: float) -> Inspection:
@@ -216,7 +216,7 @@ def _print_launches(console: Console, data: Inspection, every_launch: bool) -> N
     table = _table("op", "launches", "MiB read", "µs", "share", "bound by")
     groups: dict[str, list[LaunchEstimate]] = defaultdict(list)
     for number, launch in enumerate(data.launches):
-        name = re.sub(r"\b\d+\b", "*", launch.op)
+        name = re.sub(r"(?<=[._])\d+", "*", launch.op)
         groups[f"{number:4} {launch.op}" if every_launch else name].append(launch)
     ordered = groups.items() if every_launch else sorted(groups.items(), key=lambda item: -_seconds(item[1]))
     for name, launches in ordered:

@@ -113,7 +113,7 @@ def _by_layer(program: tuple[Launch, ...], times: npt.NDArray[np.float64]) -> li
     """Launches that differ only in their layer's number, summed up, the slowest first."""
     groups: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
     for launch, seconds in zip(program, times.tolist(), strict=True):
-        groups[re.sub(r"\b\d+\b", "*", launch.op), launch.kernel].append((seconds, launch.bytes))
+        groups[re.sub(r"(?<=[._])\d+", "*", launch.op), launch.kernel].append((seconds, launch.bytes))
     sums = [
         KernelTime(op, kernel, len(group), sum(seconds for seconds, _ in group), sum(size for _, size in group))
         for (op, kernel), group in groups.items()
@@ -123,10 +123,11 @@ def _by_layer(program: tuple[Launch, ...], times: npt.NDArray[np.float64]) -> li
 
 def print_profile(result: Profile) -> None:
     """Print it as a table."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from .console import report_console
+
+    console = report_console()
     console.print(
         f"[bold]{result.plan}[/]: {result.batch} sequences × {result.tokens} new tokens, context {result.context}: "
         f"{result.seconds * 1e3:.2f} ms in kernels, each timed on its own"

@@ -152,7 +152,10 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         given = {name: value for name in _DEFAULTED if (value := getattr(self, name)) is not None}
         given |= {name: getattr(self, name) for name in _COPIED}
         given |= {"stop": self.stops, "stop_token_ids": tuple(self.stop_token_ids)}
-        return prompts.params(**(given | changes))
+        try:
+            return prompts.params(**(given | changes))
+        except UserError as error:
+            raise ApiError(400, str(error), param=_param(str(error), type(self))) from None
 
 
 class CompletionRequest(_Request, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -19,6 +20,8 @@ from .metrics import Metrics, RequestTimer
 
 if TYPE_CHECKING:
     from ..client import AsyncEngine
+
+logger = logging.getLogger("toolkit.server")
 
 HEARTBEAT_SECONDS = 1.0
 STALE_SECONDS = 10.0
@@ -158,6 +161,8 @@ class Heart:
             self._stats = await self._engine.stats()
             self._seen = time.monotonic()
         except InternalError as error:
+            if self._error is None:
+                logger.error("the engine is dead: %s", error)
             self._error = str(error)
 
 

@@ -250,7 +250,7 @@ def test_the_models_defaults_are_used() -> None:
         ("/v1/completions", {"prompt": [1000]}, 400, None, None),
         ("/v1/completions", {"prompt": [-1]}, 400, None, None),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"1000": 1}}, 400, None, None),
-        ("/v1/completions", {"prompt": "a", "n": 10**6}, 400, None, None),
+        ("/v1/completions", {"prompt": "a", "n": 10**6}, 400, "n", None),
         ("/tokenize", {}, 400, "prompt", None),
         ("/nowhere", {}, 404, None, None),
         ("/health", {}, 405, None, None),

@@ -172,8 +172,10 @@ def test_bad_completion_fields_are_named(fields: dict[str, Any], param: str) -> 
 
 @pytest.mark.parametrize("fields", [{"temperature": -1}, {"n": 0}, {"n": 10**6}, {"top_p": 0}, {"min_tokens": 20}])
 def test_values_out_of_range_are_the_users_fault(fields: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=next(iter(fields))):
+    name = next(iter(fields))
+    with pytest.raises(ApiError, match=name) as caught:
         completion(**fields).params(prompts())
+    assert (caught.value.status, caught.value.param) == (400, name)
 
 
 @pytest.mark.parametrize(
