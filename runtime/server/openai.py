@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -75,7 +75,11 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A last chunk with the usage."""
     continuous_usage_stats: bool = False
     """The usage so far in every chunk."""
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported: chunks are sent as long as they are")
 
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -122,6 +122,7 @@ def test_the_models_defaults_apply_where_the_request_says_nothing() -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias", "Expected `int"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream to be true"),
         ({"stream": True, "stream_options": {"x": 1}}, "x", "not a field"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options", "not supported"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream to false"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "Python only"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1 or more"),
