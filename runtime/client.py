@@ -164,7 +164,8 @@ class EngineClient(ABC):
             await self.ready()
         except UserError as error:
             raise InternalError(str(error)) from None
-        number, answer = next(self._numbers), loop.create_future()
+        number = next(self._numbers)
+        answer: asyncio.Future[Stats] = loop.create_future()
         self._pings[number] = answer
         self._send(Ping(number))
         try:
