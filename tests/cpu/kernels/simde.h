@@ -35,6 +35,19 @@ static inline __m512 emulated_cvtph_ps(__m256i x) {
   return result;
 }
 
+// SIMDe multiplies by 2^y, which may overflow where the product does not.
+static inline __m512 emulated_scalef_ps(__m512 x, __m512 y) {
+  float lanes[16], powers[16];
+  memcpy(lanes, &x, sizeof lanes);
+  memcpy(powers, &y, sizeof powers);
+  for (int i = 0; i < 16; i++) {
+    const float power = fmaxf(-999.0f, fminf(999.0f, floorf(powers[i])));
+    lanes[i] = powers[i] == powers[i] ? scalbnf(lanes[i], (int)power) : powers[i];
+  }
+  memcpy(&x, lanes, sizeof lanes);
+  return x;
+}
+
 static inline __m512i emulated_srai_epi32(__m512i x, int count) {
   int32_t lanes[16];
   memcpy(lanes, &x, sizeof lanes);
@@ -78,3 +91,5 @@ static inline void emulated_mask_storeu_ps(void *p, __mmask16 mask, __m512 x) {
 #define _mm512_maskz_loadu_ps emulated_maskz_loadu_ps
 #define _mm512_mask_storeu_ps emulated_mask_storeu_ps
 #define _mm512_srai_epi32 emulated_srai_epi32
+#undef _mm512_scalef_ps
+#define _mm512_scalef_ps emulated_scalef_ps
