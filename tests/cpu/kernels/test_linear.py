@@ -1,0 +1,216 @@
+"""The families of `kernels_templates/cpu/linear.py` against float64 products of the decoded numbers."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from cpu.kernels.harness import Guarded, Kernel, aligned, isas, load_kernel, random_floats
+
+from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.expression import evaluate, parse
+from toolkit.kernels_templates.packing import Layout, pack, q8_pack, q8_row_bytes, q8_unpack
+from toolkit.kernels_templates.render import Isa
+from toolkit.runtime import encodings
+from toolkit.runtime.encodings import EncodedArray, Encoding
+
+Floats = npt.NDArray[np.float32]
+
+GGUF = (
+    encodings.Q4_0,
+    encodings.Q4_1,
+    encodings.Q5_0,
+    encodings.Q5_1,
+    encodings.Q8_0,
+    encodings.Q4_K,
+    encodings.Q5_K,
+    encodings.Q6_K,
+)
+FLOATS = (encodings.FLOAT32, encodings.FLOAT16, encodings.BFLOAT16)
+OTHERS = (
+    Encoding("affine", bits=4, group=16, zero=8),
+    Encoding("affine", bits=6, group=32, has_minimum=True),
+    Encoding("affine", bits=8, group=16, scale="float32", has_minimum=True),
+    Encoding("affine", bits=8, group=128, has_minimum=True),
+)
+V4 = (encodings.FLOAT32, encodings.BFLOAT16, encodings.Q4_1, encodings.Q6_K, encodings.Q8_0)
+"""Each of v4's own code paths; all encodings would take long where v4 is emulated."""
+CASES = [(encoding, isa) for isa in isas() for encoding in (V4 if isa == "x86-64-v4" else (*FLOATS, *GGUF, *OTHERS))]
+
+
+def name(value: Encoding | str) -> str:
+    """Of a test's parameter."""
+    return value.name if isinstance(value, Encoding) else value
+
+
+def random_weight(rng: np.random.Generator, encoding: Encoding, rows: int, columns: int) -> EncodedArray:
+    values = rng.standard_normal((rows, columns), np.float32)
+    if encoding.kind == "bfloat16":
+        return EncodedArray(encoding, (values.view(np.uint32) >> 16).astype(np.uint16))
+    if encoding.kind != "affine":
+        return EncodedArray(encoding, values.astype(encoding.kind))
+    codes = rng.integers(0, 1 << encoding.bits, (rows, columns), np.uint8)
+    scales = rng.standard_normal((2, rows, columns // encoding.group)).astype(encoding.scale)
+    data = codes.view(np.int8) if encoding.bits == 8 else codes
+    return EncodedArray(encoding, data, scales[0], scales[1] if encoding.has_minimum else None)
+
+
+def linear(
+    encoding: Encoding, isa: Isa = "x86-64-v3", bias: bool = False, epilogue: str = "", extras: str = ""
+) -> Kernel:
+    """The kernel; `extras` has a letter for each extra input."""
+    kinds = {f"extra{i + 1}": extras[i : i + 1] for i in range(4)}
+    spec = KernelSpec("linear", {"encoding": encoding.name, "has_bias": bias, "epilogue": epilogue, **kinds})
+    return load_kernel(spec, isa)
+
+
+def activations(encoding: Encoding, x: Floats) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.float64]]:
+    """What the kernel reads for x, and the numbers that stands for."""
+    if encoding.kind != "affine":
+        return aligned(x), x.astype(np.float64)
+    packed = aligned(q8_pack(x))
+    return packed, q8_unpack(packed, x.shape[1]).astype(np.float64)
+
+
+def product(kernel: Kernel, x: Floats, weight: EncodedArray, threads: int = 1) -> Floats:
+    rows, columns = x.shape
+    out = Guarded((rows, weight.shape[0]), np.float32)
+    read, _ = activations(weight.encoding, x)
+    kernel(read, aligned(pack("panel16", weight)), out.array, rows, weight.shape[0], columns, threads=threads)
+    out.check()
+    result: Floats = out.array
+    return result
+
+
+def tolerance(weight: EncodedArray, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of a float32 sum: relative to the magnitudes that were added."""
+    size = np.abs(weight.decode().astype(np.float64))
+    if weight.minimum is not None:
+        size = size + 2 * np.repeat(np.abs(weight.minimum.astype(np.float64)), weight.encoding.group, axis=1)
+    result: npt.NDArray[np.float64] = 1e-6 * (np.abs(x) @ size.T) + 1e-6
+    return result
+
+
+@pytest.mark.parametrize(("encoding", "isa"), CASES, ids=name)
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"), [(1, 80, 64), (1, 161, 2048), (3, 37, 128), (70, 19, 1152), (17, 5, 96)]
+)
+def test_linear_is_the_product(encoding: Encoding, isa: Isa, rows: int, outputs: int, columns: int) -> None:
+    columns = -(-columns // max(encoding.group, 1)) * max(encoding.group, 1)
+    rng = np.random.default_rng(rows)
+    x, weight = random_floats(rng, rows, columns), random_weight(rng, encoding, outputs, columns)
+    _, exact_x = activations(encoding, x)
+    expected = exact_x @ weight.decode().astype(np.float64).T
+    got = product(linear(encoding, isa), x, weight, threads=3)
+    assert (np.abs(got - expected) <= tolerance(weight, exact_x)).all()
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("encoding", [encodings.FLOAT32, encodings.BFLOAT16], ids=name)
+@pytest.mark.parametrize("columns", [1, 7, 33])
+def test_float_weights_take_any_number_of_columns(encoding: Encoding, isa: Isa, columns: int) -> None:
+    rng = np.random.default_rng(columns)
+    x, weight = random_floats(rng, 8, columns), random_weight(rng, encoding, 20, columns)
+    expected = x.astype(np.float64) @ weight.decode().astype(np.float64).T
+    assert np.allclose(product(linear(encoding, isa), x, weight), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("encoding", "isa"), CASES, ids=name)
+def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa: Isa) -> None:
+    """Batched equals alone, bit for bit."""
+    rng = np.random.default_rng(5)
+    columns = max(1152, encoding.group * 9)
+    x, weight = random_floats(rng, 67, columns), random_weight(rng, encoding, 150, columns)
+    kernel = linear(encoding, isa)
+    whole = product(kernel, x, weight)
+    for start, count, threads in [(0, 1, 1), (1, 1, 2), (2, 2, 3), (4, 3, 1), (7, 6, 2), (13, 8, 12), (21, 46, 2)]:
+        part = product(kernel, x[start : start + count].copy(), weight, threads)
+        assert np.array_equal(part, whole[start : start + count]), (start, count, threads)
+
+
+@pytest.mark.parametrize(("encoding", "isa"), [case for case in CASES if case[0].kind == "affine"], ids=name)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_largest_codes_do_not_overflow(encoding: Encoding, isa: Isa, rows: int) -> None:
+    columns = max(64, encoding.group)
+    x = np.ones((rows, columns), np.float32)
+    x[:, 1::2] = 1 - 2 * (np.arange(rows, dtype=np.float32)[:, None] % 2)
+    largest = {4: 15, 5: 31, 6: 63, 8: -128}[encoding.bits]
+    codes = np.full((16, columns), largest, np.int8 if encoding.bits == 8 else np.uint8)
+    one = np.ones((16, columns // encoding.group), encoding.scale)
+    weight = EncodedArray(encoding, codes, one, one if encoding.has_minimum else None)
+    expected = x.astype(np.float64) @ weight.decode().astype(np.float64).T
+    assert np.allclose(product(linear(encoding, isa), x, weight), expected, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("encoding", [encodings.FLOAT32, encodings.Q4_0, encodings.Q6_K], ids=name)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_nan_reaches_what_depends_on_it_and_nothing_else(encoding: Encoding, rows: int) -> None:
+    rng = np.random.default_rng(2)
+    x, weight = random_floats(rng, rows, 128), random_weight(rng, encoding, 40, 128)
+    x[rows - 1, 77] = np.nan
+    poisoned = weight.data if weight.scale is None else weight.scale
+    poisoned[13, -1] = np.nan
+    nan = np.isnan(product(linear(encoding), x, weight, threads=2))
+    expected = np.zeros((rows, 40), bool)
+    expected[rows - 1], expected[:, 13] = True, True
+    assert np.array_equal(nan, expected)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("rows", [1, 9])
+def test_epilogue_sees_bias_and_extras(isa: Isa, rows: int) -> None:
+    rng, outputs = np.random.default_rng(3), 43
+    x, weight = random_floats(rng, rows, 64), random_weight(rng, encodings.Q4_1, outputs, 64)
+    bias, column = random_floats(rng, outputs), random_floats(rng, outputs)
+    same, out = random_floats(rng, rows, outputs), Guarded((rows, outputs), np.float32)
+    residual = random_floats(rng, rows, outputs)
+    out.array[...] = residual
+    epilogue = "(add (mul (silu in0) in1) (mul in2 (add in3 0.5)))"
+    kernel = linear(encodings.Q4_1, isa, bias=True, epilogue=epilogue, extras="tnt")
+    read, exact_x = activations(encodings.Q4_1, x)
+    packed = aligned(pack("panel16", weight))
+    kernel(read, packed, bias, same, column, out.array, out.array, rows, outputs, 64, threads=2)
+    out.check()
+    in0 = exact_x @ weight.decode().astype(np.float64).T + bias
+    expected = evaluate(parse(epilogue), [in0, same, column, residual])
+    assert np.allclose(out.array, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_quantize_equals_the_reference_whatever_the_threads(isa: Isa) -> None:
+    x = random_floats(np.random.default_rng(1), 5, 96)
+    x[2, 32:64] = 0
+    x[3] *= np.float32(1e20)
+    out = Guarded((5, q8_row_bytes(96)), np.uint8)
+    load_kernel(KernelSpec("quantize"), isa)(x, out.array, 5, 96, threads=4)
+    out.check()
+    used = 96 + 2 * 4 * 3
+    assert np.array_equal(out.array[:, :used], q8_pack(x)[:, :used])
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_quantize_keeps_nan_in_its_group(isa: Isa) -> None:
+    x = random_floats(np.random.default_rng(1), 1, 96)
+    x[0, 40] = np.nan
+    out = Guarded((1, q8_row_bytes(96)), np.uint8)
+    load_kernel(KernelSpec("quantize"), isa)(x, out.array, 1, 96)
+    scales_and_sums = out.array[0, 96 : 96 + 24].view(np.float32).reshape(2, 3)
+    assert np.isnan(scales_and_sums).tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "layout"),
+    [(e, "rows") for e in FLOATS] + [(e, "panel16") for e in (*FLOATS, *GGUF, *OTHERS)],
+    ids=name,
+)
+def test_embedding_reads_rows(encoding: Encoding, layout: Layout) -> None:
+    rng = np.random.default_rng(4)
+    count, width, tokens = 37, 128 if encoding.kind == "affine" else 33, 23
+    table = random_weight(rng, encoding, count, width)
+    ids = aligned(rng.integers(0, count, tokens).astype(np.int32))
+    ids[3], ids[11] = -1, count
+    out = Guarded((tokens, width), np.float32)
+    kernel = load_kernel(KernelSpec("embedding", {"encoding": encoding.name, "layout": layout}))
+    kernel(aligned(pack(layout, table)), ids, out.array, tokens, count, width, 2.5, threads=5)
+    out.check()
+    expected = np.float32(2.5) * table.decode()[np.clip(ids, 0, count - 1)]
+    expected[[3, 11]] = np.nan
+    assert np.allclose(out.array, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
