@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import SymInt, Tensor, fx
@@ -13,12 +13,15 @@ from .emitter import BINARY
 from .probe import ACTIVATIONS
 from .translate import Handler, Operand, Positional, Traced, Translator, Untranslatable, Weight, op_name
 
+H = TypeVar("H", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
 """Op name, without overload, to what translates it: a function of the translator, the node and the op's arguments."""
 
 
-def translates(*names: str) -> Callable[[Handler], Handler]:
-    def register(handler: Handler) -> Handler:
+def translates(*names: str) -> Callable[[H], H]:
+    """Enter a function for the ops of these names."""
+
+    def register(handler: H) -> H:
         HANDLERS.update(dict.fromkeys(names, handler))
         return handler
 
@@ -141,7 +144,7 @@ def _matmul(t: Translator, node: fx.Node, a: Operand, b: Operand) -> Traced:
 @translates("aten.rms_norm")
 def _rms_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], *rest: Any) -> Traced:
     _one_axis(shape)
-    weight, eps = (*rest, *(None, None)[len(rest) :])
+    weight, eps = _filled(rest, None, None)
     epsilon = torch.finfo(torch.float32).eps if eps is None else float(eps)
     return _norm(t, node, x, weight, None, kind="rms", eps=epsilon)
 
@@ -149,8 +152,13 @@ def _rms_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], *r
 @translates("aten.layer_norm")
 def _layer_norm(t: Translator, node: fx.Node, x: Operand, shape: Sequence[int], *rest: Any) -> Traced:
     _one_axis(shape)
-    weight, bias, eps = (*rest, *(None, None, 1e-5)[len(rest) :])[:3]
+    weight, bias, eps = _filled(rest, None, None, 1e-5)[:3]
     return _norm(t, node, x, weight, bias, kind="layer", eps=float(eps))
+
+
+def _filled(given: Sequence[Any], *defaults: Any) -> tuple[Any, ...]:
+    """Arguments, with defaults for those that were left out."""
+    return (*given, *defaults[len(given) :])
 
 
 def _one_axis(axes: Sequence[int]) -> None:
@@ -172,6 +180,16 @@ HANDLERS |= {
     f"aten.{kind}": _pointwise_kind(kind) for kind in ("neg", "abs", "exp", "log", "sqrt", "rsqrt", "sin", "cos")
 }
 HANDLERS |= {f"aten.{kind}": _pointwise_kind(kind) for kind in ACTIVATIONS}
+
+
+@translates("aten.reciprocal")
+def _reciprocal(t: Translator, node: fx.Node, x: Operand) -> Traced:
+    return _combine(t, node, "div", 1.0, x)
+
+
+@translates("aten.square")
+def _square(t: Translator, node: fx.Node, x: Operand) -> Traced:
+    return _combine(t, node, "pow", x, 2.0)
 
 
 @translates("aten.expm1")
@@ -207,14 +225,14 @@ def _combine(t: Translator, node: fx.Node, kind: str, a: Any, b: Any) -> Traced:
         if (kind in ("mul", "div", "pow") and right == 1) or (kind in ("add", "sub") and right == 0):
             return x
         if kind == "pow" and right == 2:
-            return Traced(t.emitter.rowwise("mul", x.value, x.value), x.batch)
+            return Traced(t.emitter.broadcast("mul", x.value, x.value), x.batch)
         return Traced(t.emitter.rowwise(kind, x.value, scalar=right), x.batch)
     if left is not None:
         x = t.traced(b)
         reverse = kind in ("sub", "div", "pow")
         return Traced(t.emitter.rowwise(kind, x.value, scalar=left, reverse=reverse), x.batch)
-    (x, y), batch = _aligned(t, node, a, b)
-    return Traced(t.emitter.broadcast(kind, x, y), batch)
+    (first, second), batch = _aligned(t, node, a, b)
+    return Traced(t.emitter.broadcast(kind, first, second), batch)
 
 
 def _scalar(operand: Any) -> float | None:
@@ -365,7 +383,7 @@ def _slice(t: Translator, node: fx.Node, x: Operand, dim: int = 0, *span: Any) -
     before, after = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     if before[dim] == after[dim]:
         return x
-    start, stop, step = (*span, *(None, None, 1)[len(span) :])
+    start, stop, step = _filled(span, None, None, 1)
     x, size = t.traced(x), before[dim]
     if step != 1 or not isinstance(size, int) or isinstance(stop, SymInt):
         raise Untranslatable("it slices with a step or along the tokens")

@@ -59,6 +59,7 @@ class _Capture:
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
         self.layers = self.hooks.layers.path if self.hooks.layers is not None else ""
         nn.Module.to(self.model, device="meta")
+        _untie(self.model, has_weight)
         self.names = _parameter_names(self.model, has_weight)
 
     def graph(self) -> Graph:
@@ -138,7 +139,8 @@ class _Capture:
     def _feed_forward(self, graph: Graph, count: int) -> list[str]:
         """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
         given = [getattr(self.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-        widths = {width for value in given for width in (value if isinstance(value, list) else [value])} - {None}
+        flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
+        widths = {width for width in flat if isinstance(width, int)}
         if not self.layers or not widths:
             return []
         places = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
@@ -215,13 +217,23 @@ def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
+def _untie(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> None:
+    """Part tied parameters that the checkpoint has more than once: they may differ."""
+    for tied in _tied_names(model):
+        for name in [name for name in tied if has_weight(name)][1:]:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
+
+
 def _parameter_names(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> dict[str, str]:
-    """The checkpoint tensor of each parameter: of tied ones that are not all there, one that is."""
+    """The checkpoint tensor of each parameter: of tied ones, the one that is there."""
+    groups = ((tied, next(filter(has_weight, tied), tied[0])) for tied in _tied_names(model))
+    return {name: tensor for tied, tensor in groups for name in tied}
+
+
+def _tied_names(model: PreTrainedModel) -> list[list[str]]:
+    """The names of each parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    names: dict[str, str] = {}
-    for tied in groups.values():
-        present = [name for name in tied if has_weight(name)] or tied
-        names |= {name: name if name in present else present[0] for name in tied}
-    return names
+    return list(groups.values())

@@ -63,7 +63,7 @@ class Hooks:
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
         """The replacements that are global: the attention function, and the rope functions of the model's files."""
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         for config in configs.values():
             config._attn_implementation = ATTENTION
         with ExitStack() as undo:
@@ -105,7 +105,8 @@ class Hooks:
         module.forward = lambda x, *_, **__: OPS.norm(x, *norm_parameters(module), **attrs)
 
     def _replace_head(self, model: PreTrainedModel) -> None:
-        head = model.get_output_embeddings()
+        any_model: Any = model
+        head = any_model.get_output_embeddings()
         if not isinstance(head, nn.Module):
             self.report(f"{type(model).__name__} has no output embeddings")
             return

@@ -51,7 +51,6 @@ _LONG_ROPE = {
     "rope_theta": 10000.0,
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
     "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
-    "original_max_position_embeddings": 128,
 }
 _GEMMA = _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}
 _GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
@@ -80,7 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", _COMMON | {"partial_rotary_factor": 0.5}),
     "phi3": ("phi3", _COMMON),
     "phi3 partial": ("phi3", _COMMON | {"partial_rotary_factor": 0.5, "sliding_window": 8}),
-    "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE}),
+    "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 128}),
     "gpt2": ("gpt2", _GPT),
     "gptj": ("gptj", _GPT | {"rotary_dim": 8}),
     "codegen": ("codegen", _GPT | {"rotary_dim": 8}),
