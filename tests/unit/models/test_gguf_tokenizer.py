@@ -114,7 +114,7 @@ def smol_pair(smol: Any) -> tuple[PlainBPE, Tokenizer]:
 def test_smollm2_splits_digits_then_words(text: str, smol_pair: tuple[PlainBPE, Tokenizer]) -> None:
     reference, tokenizer = smol_pair
     assert tokenizer.encode(text).ids == reference.encode(text, single_digits=True)
-    if text.isascii():  # SmolLM2's vocabulary lacks some bytes
+    if all(reference.letters[byte] in reference.ids for byte in text.encode()):  # SmolLM2 lacks some bytes
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 

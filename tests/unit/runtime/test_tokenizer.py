@@ -124,13 +124,14 @@ def test_a_stream_never_shows_half_a_character(name: str, text: str) -> None:
     tokenizer = Tokenizer(BACKENDS[name], 10_000)
     decoder = tokenizer.incremental()
     ids = tokenizer.encode(text, add_special_tokens=False)
+    expected = text if name == "byte level" else text.replace("▁", " ")
     shown = ""
     for id_ in ids:
         shown += decoder.push([id_])
-        assert text.replace("▁", " ").startswith(shown)
+        assert expected.startswith(shown)
     if name == "byte level":
         assert shown == text
-    assert shown + decoder.flush() == text.replace("▁", " ")
+    assert shown + decoder.flush() == expected
 
 
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
