@@ -161,7 +161,7 @@ class Heart:
             self._stats = await self._engine.stats()
             self._seen = time.monotonic()
         except InternalError as error:
-            if self._error is None:
+            if self._error is None and self._stats is not None:  # else `run.serve` says why it can't start
                 logger.error("the engine is dead: %s", error)
             self._error = str(error)
 
