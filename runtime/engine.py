@@ -190,13 +190,17 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
+    def turn(self) -> None:
+        """Note that the loop turned, which is what `Stats.last_step` counts from, also when there is nothing to do."""
+        self._turn = self._clock()
+
     def step(self) -> list[Event]:
         """One turn: schedule, execute, sample, update.
 
         If it fails, every running request ends with an Error, all pages are free again and the waiting requests go on.
         """
         events, self._pending = self._pending, []
-        self._turn = self._clock()
+        self.turn()
         self._audited = False
         try:
             chunks = self.scheduler.schedule()

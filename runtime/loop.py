@@ -33,6 +33,7 @@ def run_loop(engine: Engine, port: Port) -> None:
     reported = time.monotonic()
     while not closing or engine.has_work:
         commands = port.receive(0.0 if engine.has_work else IDLE_SECONDS)
+        engine.turn()
         events: list[Event] = []
         for command in commands:
             closing = closing or isinstance(command, Shutdown)
