@@ -21,6 +21,7 @@ from unit.runtime.fake_device import fake_plan
 from toolkit.runtime.client import AsyncEngine, EngineClient, Stream, ThreadEngine
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.errors import InternalError, UserError
+from toolkit.runtime.loop import IDLE_SECONDS
 from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.process import ProcessEngine
 from toolkit.runtime.request import Add, Error, Event, Finished, Tokens
@@ -181,6 +182,17 @@ def test_stats_and_prefix_reset(kind: str) -> None:
                 assert stats.last_step < 1.0
                 if hits:
                     await engine.reset_prefix_cache()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_idle_engine_turns_too(kind: str) -> None:
+    async def body() -> None:
+        async with opened(kind) as engine:
+            await engine.ready()
+            await asyncio.sleep(3 * IDLE_SECONDS)
+            assert (await engine.stats()).last_step < 2 * IDLE_SECONDS
 
     asyncio.run(body())
 
