@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.cli.driver import compile as compile_model
+from toolkit.compiler.codegen import cpu as codegen
+from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.load import read_plan
 
@@ -91,6 +94,14 @@ def sequences(vocabulary: int) -> dict[str, list[int]]:
     return {name: rng.integers(3, vocabulary, size).tolist() for name, size in (("a", 37), ("b", 5), ("c", 18))}
 
 
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile only for the best ISA level that this machine runs, which halves the time."""
+    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
+    monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
+
+
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_plan_equals_hugging_face(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kind)
@@ -139,6 +150,7 @@ def check_stepwise(runner: PlanRunner, model: Any) -> None:
 # --- quantized and rounded weights ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("quant", "bar"), [("int8", 0.05), ("int4", 0.6)])
 def test_quantized_plans_stay_close(quant: str, bar: float, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "llama")
@@ -154,6 +166,7 @@ def test_quantized_plans_stay_close(quant: str, bar: float, tmp_path: Path) -> N
         runner.close()
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float_dtypes_are_rounded_weights(dtype: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3")
@@ -189,6 +202,7 @@ def files_of(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.usefixtures("native")
 def test_the_plan_says_what_was_done(model_folder: Path, tmp_path: Path) -> None:
     plan = read_plan(compile_model(model_folder, output=tmp_path / "plan", max_batch=3, max_context=100))
     assert plan.max_batch == 3
@@ -203,6 +217,7 @@ def test_the_plan_says_what_was_done(model_folder: Path, tmp_path: Path) -> None
     assert str(tmp_path) not in (tmp_path / "plan" / "plan.json").read_text()
 
 
+@pytest.mark.usefixtures("native")
 def test_random_weights_need_only_a_config(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_bytes((model_folder / "config.json").read_bytes())
@@ -212,6 +227,7 @@ def test_random_weights_need_only_a_config(model_folder: Path, tmp_path: Path) -
         compile_model(tmp_path / "bare", output=tmp_path / "other")
 
 
+@pytest.mark.usefixtures("native")
 def test_dumped_ir_has_a_file_a_pass(model_folder: Path, tmp_path: Path) -> None:
     plan = read_plan(compile_model(model_folder, output=tmp_path / "plan", dump_ir=tmp_path / "ir"))
     names = sorted(path.name for path in (tmp_path / "ir").iterdir())
@@ -278,6 +294,7 @@ def test_choices_out_of_range_are_refused(
     refused(model_folder, tmp_path, message, **choices)
 
 
+@pytest.mark.usefixtures("native")
 def test_an_interrupt_leaves_no_half_plan(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
