@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# One thread a test process: workers of a parallel run would otherwise spin on each other's cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def _model(name: str) -> Path:
     folder = os.environ.get("TOOLKIT_TEST_MODELS")
