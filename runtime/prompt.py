@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,6 +132,7 @@ class Prompts:
                 eos=eos,
                 priority=priority,
                 cache_salt=cache_salt,
+                arrival=time.monotonic(),
             )
             for index in range(params.n)
         ]

@@ -417,6 +417,8 @@ def test_counters_are_exact() -> None:
         assert values["toolkit:generation_tokens_total", None, None] == 100
         assert values["toolkit:request_success_total", "length", None] == 10
         assert values["toolkit:time_to_first_token_seconds_count", None, None] == 10
+        assert 0 < values["toolkit:time_to_first_token_seconds_sum", None, None] < 600
+        assert 0 < values["toolkit:e2e_request_latency_seconds_sum", None, None] < 600
         assert values["toolkit:inter_token_latency_seconds_count", None, None] == 90
         assert values["toolkit:request_generation_tokens_bucket", None, "10"] == 10
         assert values["toolkit:request_generation_tokens_bucket", None, "5"] == 0
