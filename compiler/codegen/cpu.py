@@ -7,6 +7,7 @@ functions alone, so that they load on any x86-64 Linux.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -120,6 +121,8 @@ def _works(compiler: Compiler) -> bool:
 
 def _run(command: Sequence[str], folder: Path, what: str) -> None:
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if ran.returncode and os.strerror(errno.ENOSPC) in ran.stderr:
+        raise UserError(f"no space left while {what} in {folder}: free some, or set TMPDIR and TOOLKIT_CACHE elsewhere")
     if ran.returncode:
         raise InternalError(f"{what} failed: {' '.join(command)}\n{ran.stderr[-4000:]}")
 
@@ -165,11 +168,15 @@ def build_libraries(
         jobs.append((level, "step", partial(compile_object, step, level, "step", "-O1")))
     objects: dict[str, list[Path]] = {level.name: [] for level in levels}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(lambda job: job[2](), jobs)
-        for done, ((level, name, _), path) in enumerate(zip(jobs, results, strict=True)):
-            objects[level.name].append(path)
-            if progress is not None:
-                progress(f"{name} for {level.name}", done + 1, len(jobs))
+        try:
+            results = pool.map(lambda job: job[2](), jobs)
+            for done, ((level, name, _), path) in enumerate(zip(jobs, results, strict=True)):
+                objects[level.name].append(path)
+                if progress is not None:
+                    progress(f"{name} for {level.name}", done + 1, len(jobs))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # do not compile the rest before the error shows
+            raise
     (directory / "kernels").mkdir(exist_ok=True)
     return tuple(_link(objects[level.name], level, directory) for level in levels)
 
