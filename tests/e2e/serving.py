@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,22 +44,15 @@ StartServer = Callable[..., ServerProcess]
 
 def start_server(plan: Path, *options: str, **environment: str) -> ServerProcess:
     """Start a server on a free port and wait until it is ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "toolkit.cli.main",
-        "serve",
-        str(plan),
-        "--port",
-        "0",
-        "--memory",
-        "1GiB",
-        *options,
-    ]
     path = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path} | environment
-    )
+    command = [sys.executable, "-m", "toolkit.cli.main"]
+    return start_command(command, plan, *options, env=os.environ | {"PYTHONPATH": path} | environment)
+
+
+def start_command(command: Sequence[str], plan: Path, *options: str, env: Mapping[str, str]) -> ServerProcess:
+    """The same with the `toolkit` command and environment given."""
+    arguments = ["serve", str(plan), "--port", "0", "--memory", "1GiB", *options]
+    process = subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True, env=env)
     assert process.stderr is not None
     said = []
     for line in process.stderr:
