@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from .errors import UserError
+from .load import verify_file
 from .output import Detokenizer
 from .plan import Plan
 from .request import Add, SamplingParams
@@ -60,9 +61,14 @@ class Prompts:
 
     @classmethod
     def open(cls, directory: Path, plan: Plan) -> Prompts:
-        """Read the plan's text files. This imports the tokenizer library."""
+        """Read the plan's text files. This imports the tokenizer library.
+
+        Raises UserError for files that are damaged or not the plan's own.
+        """
         if plan.text is None:
             return cls(plan, None, None)
+        for file, sha256 in plan.text.files.items():
+            verify_file(directory, file, sha256)
         from .chat import ChatTemplate
         from .tokenizer import Tokenizer as PlanTokenizer
 
