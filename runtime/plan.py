@@ -134,7 +134,7 @@ class WeightEntry(_Record, frozen=True):
     shape: tuple[int, ...]
     encoding: Encoding
     layout: str
-    """Name of a packing in `kernels_templates.reference`."""
+    """Name of a packing in `kernels_templates.packing`."""
     sources: tuple[str, ...] = ()
 
 
