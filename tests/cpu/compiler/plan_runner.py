@@ -23,7 +23,7 @@ class PlanRunner:
 
     def __init__(self, directory: Path, threads: int = 2) -> None:
         self.plan = read_plan(directory)
-        self.device: Device = open_device(directory, self.plan, EngineOptions(memory=256 << 20, threads=threads))
+        self.device: Device = open_device(directory, self.plan, EngineOptions(memory=2 << 30, threads=threads))
         self._context: dict[str, int] = {}
         self._pages: dict[str, list[list[int]]] = {}
         self._next = [1] * len(self.plan.caches)

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
 from toolkit.compiler.codegen import cpu as codegen
+from toolkit.runtime.debug import debug_level
 from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.load import read_plan
@@ -303,3 +305,43 @@ def test_an_interrupt_leaves_no_half_plan(model_folder: Path, tmp_path: Path, mo
     with pytest.raises(KeyboardInterrupt):
         compile_model(model_folder, output=tmp_path / "plan")
     assert not list(tmp_path.iterdir())
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("native")
+def test_the_command_reports(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan"
+    assert main.run(["compile", str(model_folder), "-o", str(output), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    plan = read_plan(output)
+    assert report["plan"] == str(output)
+    assert report["weight_bytes"] == plan.memory.weights
+    assert report["captured_ops"] > report["fused_ops"] > 0
+    assert report["kernels"] == len(plan.kernels) <= report["launches"]
+    assert report["kv_bytes_per_token"] == plan.kv_bytes_per_token
+    assert report["estimated_seconds_per_token"] > 0
+    assert list(report["seconds"]) == ["Import", "Open", "Capture", "Fuse", "Lower", "Kernels", "Weights", "Write"]
+
+    assert main.run(["compile", str(model_folder), "-o", str(output)]) == 2
+    assert "exists already: give --force" in capsys.readouterr().err
+    assert main.run(["compile", str(model_folder), "-o", str(output), "--force"]) == 0
+    text = capsys.readouterr().out
+    for part in ("ops", "kernels", "weights", "activations", "KV cache", "estimate", "time", f"toolkit serve {output}"):
+        assert part in text
+
+
+@pytest.mark.usefixtures("native")
+def test_debug_levels_show_each_stage(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_DEBUG", "4")
+    debug_level.cache_clear()
+    try:
+        compile_model(model_folder, output=tmp_path / "plan")
+    finally:
+        debug_level.cache_clear()
+    text = capsys.readouterr().err
+    for part in ("[1] Capture: ", "[2] insert_caches: ", "[3] launch 0: ", "[3] buffer ", "[4] ", 'extern "C" void k_'):
+        assert part in text
