@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..runtime.env import read_env
+from ..runtime.errors import UserError
 
 
 def cache_directory() -> Path:
@@ -28,13 +29,25 @@ def content_key(*parts: str) -> str:
 def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """The cached file for `key`; where there is none, `make` writes it to a private path and it is moved into place.
 
-    Safe with other processes on the same folder: both may build, and either's file is complete.
+    Safe with other processes on the same folder: both may build, and either's file is complete. Raises UserError if the
+    folder can't be written.
     """
     path = cache_directory() / key[:2] / f"{key}{suffix}"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with _private_folder(path.parent) as folder:
             built = Path(folder) / f"object{suffix}"
             make(built)
             os.replace(built, path)
     return path
+
+
+def _private_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder of our own, on the same file system as `parent`. Raises UserError if nothing can be written there."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=parent)
+    except OSError as error:
+        raise UserError(
+            f"can't write the cache of compiled kernels in {cache_directory()} ({error.strerror}): "
+            "set TOOLKIT_CACHE to a folder that can be written"
+        ) from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.compiler.cache import cache_directory, cached, content_key
+from toolkit.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,13 @@ def test_a_failed_build_leaves_nothing(folder: Path) -> None:
         path.write_bytes(b"whole")
 
     assert cached(content_key("x"), ".o", succeed).read_bytes() == b"whole"
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match=r"file/cache \(Not a directory\): set TOOLKIT_CACHE"):
+        cached(content_key("x"), ".o", Path.touch)
 
 
 def test_builders_that_race_all_get_a_complete_file() -> None:
