@@ -63,7 +63,6 @@ class Lowered:
     buffers: Mapping[str, VirtualBuffer]
     weights: Mapping[str, Weight]
     caches: tuple[CacheResource, ...]
-    notes: tuple[str, ...] = ()
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -51,7 +51,6 @@ class Lowering:
     """Lowers one graph: rules ask it where inputs are, and tell it which kernels to call."""
 
     def __init__(self, graph: Graph, target: Target, kv_dtype: FloatDType) -> None:
-        self.graph = graph
         self.target = target
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -311,4 +310,4 @@ def pointwise(kind: str) -> bool:
 def test_lowering_is_deterministic() -> None:
     first, second = (checked(llama(Q4_1)) for _ in range(2))
     assert first == second
-    assert replace(first, notes=("x",)) != second
+    assert first != checked(llama(Q8_0))
