@@ -69,7 +69,7 @@ def _assumed(low: Lowering, op: Op, value: Value) -> Place:
     if value.type.dtype == "cache":
         return next(low.place(source) for source in op.inputs if source.type.dtype == "cache")
     rows, width = rows_and_width(value)
-    return Rows(value.name, rows, width, width)
+    return low.rows(value) if value.name in low.buffers else low.new_rows(value.name, rows, width)
 
 
 # --- weights and activations ------------------------------------------------------------------------------------------

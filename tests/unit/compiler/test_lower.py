@@ -277,7 +277,7 @@ def test_every_blocker_is_named_at_once() -> None:
     turned = build.op("transpose", heads, perm=(1, 0, 2), source=Source("model.layers.0.mixer"))
     back = build.op("transpose", turned, perm=(1, 0, 2))
     product = build.op("bmm", back, build.op("transpose", back, perm=(0, 2, 1)), source=Source("model.layers.0.gate"))
-    total = build.op("reduce", product, op="sum", axis=1)
+    total = build.op("reduce", build.op("add", product, scalar=1.0), op="sum", axis=1)
     with pytest.raises(UserError) as problem:
         lower(build.build(total), CPU, "float32")
     text = str(problem.value)
