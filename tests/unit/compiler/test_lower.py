@@ -286,6 +286,14 @@ def test_every_blocker_is_named_at_once() -> None:
     assert "\n" not in text
 
 
+def test_what_reads_the_result_of_a_blocker_is_lowered_too() -> None:
+    build = GraphBuilder()
+    heads = build.op("reshape", embedded(build), shape=(-1, 4, 16))
+    product = build.op("bmm", heads, build.op("transpose", heads, perm=(0, 2, 1)))
+    with pytest.raises(UserError, match=r"no kernel for transpose: .*; bmm: .*"):
+        lower(build.build(build.op("activation", product, kind="silu")), CPU, "float32")
+
+
 def test_odd_columns_for_quantized_weights_are_refused() -> None:
     build = GraphBuilder()
     x = build.op("slice", embedded(build), axis=1, start=0, stop=48)
