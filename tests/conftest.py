@@ -7,9 +7,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # One thread a test process: workers of a parallel run would otherwise spin on each other's cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# A busy machine is no failure: examples are not timed, the suite is.
+settings.register_profile("toolkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("toolkit")
 
 
 def _model(name: str) -> Path:
