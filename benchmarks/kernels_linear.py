@@ -68,6 +68,7 @@ TOKENS: dict[str, tuple[tuple[str, int, int, int], ...]] = {
 _DRIVER = """
 #include <immintrin.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <time.h>
 {% for signature in signatures %}
@@ -90,7 +91,8 @@ static void barrier() {
     __atomic_store_n(&arrived, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&phase, seen + 1, __ATOMIC_RELEASE);
   } else {
-    while (__atomic_load_n(&phase, __ATOMIC_ACQUIRE) == seen) _mm_pause();
+    for (int spins = 0; __atomic_load_n(&phase, __ATOMIC_ACQUIRE) == seen; spins++)
+      spins < 10000 ? _mm_pause() : (void)sched_yield();
   }
 }
 // kernel -1 reads N bytes
