@@ -119,7 +119,7 @@ class _Capture:
 
     def _counts(self, graph: Graph) -> list[str]:
         kinds = Counter(op.kind for op in graph.ops)
-        count = self.config.num_hidden_layers
+        count = getattr(self.config, "num_hidden_layers", 0)
         found = []
         layers = sorted(int(str(op.attrs["layer"])) for op in graph.ops if op.kind == "attention")
         if layers != list(range(count)):
@@ -174,9 +174,15 @@ def build_model(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
             f"{config.model_type} models can't be compiled: transformers has no causal language model for them"
         )
     make: Any = AutoModelForCausalLM.from_config
-    with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
-        warnings.simplefilter("ignore")
-        model: Any = make(copy.deepcopy(config), dtype=DTYPES[dtype], attn_implementation="eager")
+    try:
+        with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
+            warnings.simplefilter("ignore")
+            model: Any = make(copy.deepcopy(config), dtype=DTYPES[dtype], attn_implementation="eager")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UserError(
+            f"transformers can't build a {config.model_type} model from this config.json: {reason}"
+        ) from error
     model.tie_weights()
     model.eval()
     assert isinstance(model, PreTrainedModel)

@@ -78,7 +78,7 @@ class Hooks:
 
     def _replace_modules(self, model: PreTrainedModel) -> None:
         config: Any = model.config
-        widths = (config.hidden_size, getattr(config, "head_dim", None) or 16)
+        widths = tuple(getattr(config, name, None) or 16 for name in ("hidden_size", "head_dim"))
         for path, module in model.named_modules():
             name = type(module).__name__
             if name.endswith("Experts"):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 Result = TypeVar("Result")
 
-_LIBRARY = torch.library.Library("toolkit", "DEF")
+_make_library: Any = torch.library.Library
+_LIBRARY = _make_library("toolkit", "DEF")
 OPS: Any = torch.ops.toolkit
 """The ops by name."""
 

@@ -183,7 +183,7 @@ class Translator:
 
         axes = [self._token_axis(tensor, symbol) for tensor in _leaves(node.meta["val"])]
         both = compute("forward"), compute("backward")
-        made = [Positional(*pair, axis) for *pair, axis in zip(*map(_leaves, both), axes, strict=True)]
+        made = [Positional(there, back, axis) for there, back, axis in zip(*map(_leaves, both), axes, strict=True)]
         return made[0] if isinstance(node.meta["val"], Tensor) else tuple(made)
 
     def _token_axis(self, tensor: Tensor, tokens: Sym) -> int:

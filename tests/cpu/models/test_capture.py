@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,13 @@ from toolkit.runtime.errors import UserError
 LENGTHS = (21, 5, 13)
 
 
-def captured(case: str, *, dtype: str = "float32", bounds: Bounds = BOUNDS, stamp: bool = True) -> Graph:
+def capture_now(case: str, *, dtype: str = "float32", bounds: Bounds = BOUNDS, stamp: bool = True) -> Graph:
     weights = tensors(case)
     return capture(tiny_config(case), dtype=dtype, bounds=bounds, has_weight=weights.__contains__, stamp=stamp)
+
+
+captured = cache(capture_now)
+"""For tests that share graphs; those which patch a model call `capture_now`."""
 
 
 def logits_error(case: str, graph: Graph) -> float:
@@ -93,7 +98,7 @@ def test_layers_that_compute_by_their_number_are_traced_one_by_one(monkeypatch: 
         return out * (1 + self.layer_idx), weights
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    graph = captured("llama")
+    graph = capture_now("llama")
     assert [op.attrs["scalar"] for op in graph.ops if op.kind == "mul" and len(op.inputs) == 1] == [2.0, 3.0, 4.0]
     assert logits_error("llama", graph) <= 1e-4
 
@@ -218,6 +223,13 @@ def test_models_without_a_head_are_refused() -> None:
         capture(AutoConfig.for_model("vit"), dtype="float32", bounds=BOUNDS, has_weight=lambda name: True)
 
 
+def test_configurations_that_make_no_model_are_refused() -> None:
+    config = copy.deepcopy(tiny_config("llama"))
+    config.hidden_size = -1
+    with pytest.raises(UserError, match="transformers can't build a llama model from this config"):
+        capture(config, dtype="float32", bounds=BOUNDS, has_weight=lambda name: True)
+
+
 def test_everything_that_is_missing_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Norm(modeling_llama.LlamaRMSNorm):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -234,7 +246,7 @@ def test_everything_that_is_missing_is_listed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
     with pytest.raises(UserError) as raised:
-        captured("llama")
+        capture_now("llama")
     text = str(raised.value)
     for part in ("norm Norm (model.layers.0.input_layernorm)", "norm Norm (model.norm)", "rotates in an unknown way"):
         assert part in text
@@ -265,7 +277,7 @@ def test_a_graph_that_lacks_parts_is_an_error(
 ) -> None:
     monkeypatch.setattr(getattr(modeling_llama, owner), "forward", function)
     with pytest.raises(UserError) as raised:
-        captured("llama")
+        capture_now("llama")
     for reason in reasons:
         assert re.search(reason, str(raised.value))
 
@@ -282,18 +294,18 @@ def test_absent_tensors_are_listed() -> None:
 def test_frequencies_that_depend_on_the_length_are_refused_beyond_it() -> None:
     bounds = Bounds(max_tokens=64, max_sequences=8, max_rows=16, max_context=200)
     with pytest.raises(UserError, match="other frequencies in sequences of more than 128 tokens"):
-        captured("phi3 longrope", bounds=bounds)
+        capture_now("phi3 longrope", bounds=bounds)
 
 
 def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(UserError, match="expected dtype float32, bfloat16, float16, found 'int8'"):
-        captured("llama", dtype="int8")
+        capture_now("llama", dtype="int8")
 
 
 def test_nothing_is_left_behind() -> None:
     before = modeling_llama.apply_rotary_pos_emb
     config = copy.deepcopy(tiny_config("llama"))
-    captured("llama")
+    capture_now("llama")
     with pytest.raises(UserError):
         capture(tiny_config("llama"), dtype="float32", bounds=BOUNDS, has_weight=lambda name: False)
     assert "toolkit" not in ALL_ATTENTION_FUNCTIONS
