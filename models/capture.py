@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..compiler.ir import Graph
 from ..compiler.shapes import Bounds, Sym
 from ..runtime.errors import UserError
 from .aten import HANDLERS
+from .audit import find_missing
 from .emitter import Emitter, LayersDiffer
 from .hooks import Hooks
 from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
@@ -26,8 +26,6 @@ from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 13, 5
 """Sizes of the example inputs; the export treats them as unknown."""
-LISTED = 8
-"""Most absent tensors that are named."""
 
 
 def capture(
@@ -57,10 +55,9 @@ class _Capture:
         self.model = build_model(config, dtype)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
-        self.layers = self.hooks.layers.path if self.hooks.layers is not None else ""
         nn.Module.to(self.model, device="meta")
         _untie(self.model, has_weight)
-        self.names = _parameter_names(self.model, has_weight)
+        self.tensors = _parameter_tensors(self.model, has_weight)
 
     def graph(self) -> Graph:
         problems = self.hooks.problems
@@ -70,14 +67,14 @@ class _Capture:
             reason = str(error).strip().partition("\n")[0]
             raise self._error([*problems, f"torch.export failed: {type(error).__name__}: {reason}"]) from error
         graph = self._translate(program)
-        if not problems:
-            problems += self._missing(graph)
-        if problems or graph is None:
+        if graph is not None and not problems:
+            problems += find_missing(graph, self.config, self.hooks, self.tensors, self.has_weight)
+        if graph is None or problems:
             raise self._error(problems)
         return graph
 
     def _translate(self, program: ExportedProgram) -> Graph | None:
-        emitter = Emitter(self.layers)
+        emitter = Emitter(self.hooks.layers.path)
         count, row_count = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
         tokens = emitter.input("tokens", "int32", (count,))
         positions = emitter.input("positions", "int32", (count,))
@@ -90,7 +87,7 @@ class _Capture:
             if spec.kind == InputKind.USER_INPUT:
                 operands[name] = next(inputs)
             elif spec.kind == InputKind.PARAMETER:
-                operands[name] = Weight(self.names[target], tuple(self.model.get_parameter(target).shape))
+                operands[name] = Weight(self.tensors[target], tuple(self.model.get_parameter(target).shape))
             else:
                 constant = self.buffers.get(target, program.constants.get(spec.target or ""))
                 assert isinstance(constant, Tensor)
@@ -108,58 +105,6 @@ class _Capture:
         count = "1 thing is" if len(problems) == 1 else f"{len(problems)} things are"
         lines = "".join(f"\n  - {problem}" for problem in problems)
         return UserError(f"{kind} models can't be compiled yet: {count} missing:{lines}")
-
-    # checks: zero matches is never success
-
-    def _missing(self, graph: Graph | None) -> list[str]:
-        """Ways in which a translated graph is not what the configuration and the model say."""
-        if graph is None:
-            return ["the model returns no logits"]
-        return [*self._counts(graph), *self._weights(graph)]
-
-    def _counts(self, graph: Graph) -> list[str]:
-        kinds = Counter(op.kind for op in graph.ops)
-        count = getattr(self.config, "num_hidden_layers", 0)
-        found = []
-        layers = sorted(int(str(op.attrs["layer"])) for op in graph.ops if op.kind == "attention")
-        if layers != list(range(count)):
-            found.append(f"the configuration has {count} layers, but attention was found in layers {layers}")
-        norms = Counter(op.source.module for op in graph.ops if op.kind == "norm")
-        for path in sorted(self.hooks.norms):
-            if not norms[path]:
-                found.append(f"norm {path} is computed by no op")
-        if kinds["take_rows"] != 1:
-            found.append(f"the head reads its rows in {kinds['take_rows']} ops, expected 1")
-        if self.hooks.rope.tables and not kinds["rope"]:
-            found.append("the model has rotary tables, but nothing rotates")
-        if kinds["rope"] % 2:
-            found.append(f"{kinds['rope']} ops rotate, expected a query and a key each")
-        return [*found, *self._feed_forward(graph, count)]
-
-    def _feed_forward(self, graph: Graph, count: int) -> list[str]:
-        """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
-        given = [getattr(self.config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
-        flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
-        widths = {width for width in flat if isinstance(width, int)}
-        if not self.layers or not widths:
-            return []
-        places = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
-        return [
-            f"layer {index} has no linear op that reads {' or '.join(map(str, sorted(widths)))} columns"
-            for index in range(count)
-            if not any(place.startswith(f"{self.layers}.{index}.") for place in places)
-        ]
-
-    def _weights(self, graph: Graph) -> list[str]:
-        """Every parameter of the model is read, and is in the checkpoint."""
-        used = {piece.tensor for param in graph.params for piece in param.recipe.pieces}
-        expected = set(self.names.values())
-        absent = sorted(name for name in used if not self.has_weight(name))
-        found = [f"parameter {name} is read by no op" for name in sorted(expected - used)]
-        found += [f"the checkpoint has no tensor {name}" for name in absent[:LISTED]]
-        if len(absent) > LISTED:
-            found.append(f"the checkpoint lacks {len(absent) - LISTED} more of {len(used)} tensors")
-        return found
 
 
 # --- building and exporting -------------------------------------------------------------------------------------------
@@ -231,7 +176,7 @@ def _untie(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> None:
             setattr(model.get_submodule(path), attribute, nn.Parameter(torch.empty_like(model.get_parameter(name))))
 
 
-def _parameter_names(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> dict[str, str]:
+def _parameter_tensors(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> dict[str, str]:
     """The checkpoint tensor of each parameter: of tied ones, the one that is there."""
     groups = ((tied, next(filter(has_weight, tied), tied[0])) for tied in _tied_names(model))
     return {name: tensor for tied, tensor in groups for name in tied}

@@ -112,7 +112,7 @@ class Emitter:
         `others` are weights of that axis.
         """
         inner, perm = self.untransposed(x)
-        if perm[-1] != len(perm) - 1 or any(len(other.type.shape) > 1 for other in others):
+        if perm[-1:] != (len(perm) - 1,) or any(len(other.type.shape) > 1 for other in others):
             return self.emit(kind, x, *others, **attrs)
         return self.transpose(self.emit(kind, inner, *others, **attrs), perm)
 

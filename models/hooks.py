@@ -41,8 +41,9 @@ class Hooks:
         self.norms: set[str] = set()
         """Module paths of the norms."""
         self.rope = RopeHooks(max_context, self.report)
-        self.layers = LayerHooks(model) if stamp else None
+        self.layers = LayerHooks(model, stamp=stamp)
         self._rows: Tensor | None = None
+        self._unknown: set[str] = set()
         self._modeling = _modeling_files(model)
         if not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in self._modeling):
             self.report(f"attention in {type(model).__name__} is not exchangeable")
@@ -57,8 +58,7 @@ class Hooks:
     def begin(self, rows: Tensor) -> None:
         """Start a forward pass whose head sees the hidden states of `rows` only."""
         self._rows = rows
-        if self.layers is not None:
-            self.layers.begin()
+        self.layers.begin()
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
@@ -98,7 +98,10 @@ class Hooks:
         kinds = (classify_norm(module, width) for width in widths)
         kind = next((kind for kind in kinds if kind is not None), None)
         if kind is None:
-            self.report(f"norm {type(module).__name__} ({path}) matches no known formula")
+            name = type(module).__name__
+            if name not in self._unknown:
+                self._unknown.add(name)
+                self.report(f"norm {name} ({path}) matches no known formula")
             return
         self.norms.add(path)
         attrs = asdict(kind)

@@ -20,14 +20,14 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 class LayerHooks:
-    """Marks the layers of one model in the trace: `layer_begin`, `layer_end` and `layer_repeat`."""
+    """Marks the layers of one model in the trace: `layer_begin`, `layer_end` and, with `stamp`, `layer_repeat`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, stamp: bool) -> None:
         self.path = _layer_list(model)
         """Module path of the list of layers, "" if there is none."""
         self._like: dict[object, list[int]] = {}
         self._seen: list[Tensor] = []
-        if self.path:
+        if self.path and stamp:
             self._replace(model)
 
     def begin(self) -> None:

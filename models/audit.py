@@ -1,0 +1,90 @@
+"""Is a captured graph what the configuration and the model say? Zero matches is never success."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+from transformers import PreTrainedConfig
+
+from ..compiler.ir import Graph
+from .hooks import Hooks
+
+LISTED = 8
+"""Most names in one sentence."""
+
+
+def find_missing(
+    graph: Graph, config: PreTrainedConfig, hooks: Hooks, tensors: Mapping[str, str], has_weight: Callable[[str], bool]
+) -> list[str]:
+    """A sentence for each way in which the graph lacks something.
+
+    `hooks` were in the exported model; `tensors` are the checkpoint tensors of the model's parameters by name.
+    """
+    count = getattr(config, "num_hidden_layers", 0)
+    return [
+        *_attention(graph, count),
+        *_rotations(graph, hooks),
+        *_norms(graph, hooks.norms),
+        *_feed_forward(graph, config, [f"{hooks.layers.path}.{index}." for index in range(count)]),
+        *_head(graph),
+        *_weights(graph, set(tensors.values()), has_weight),
+    ]
+
+
+def _attention(graph: Graph, count: int) -> list[str]:
+    """One attention op a layer."""
+    found = Counter(int(str(op.attrs["layer"])) for op in graph.ops if op.kind == "attention")
+    if found == Counter(range(count)):
+        return []
+    return [
+        f"the configuration has {count} layers, but {found.total()} attention ops were found in {len(found)} layers"
+    ]
+
+
+def _rotations(graph: Graph, hooks: Hooks) -> list[str]:
+    """Queries and keys are rotated, if the model has rotary tables."""
+    count = sum(op.kind == "rope" for op in graph.ops)
+    if count == 0 and hooks.rope.tables:
+        return ["the model has rotary tables, but nothing rotates"]
+    return [f"{count} ops rotate, expected a query and a key each"] if count % 2 else []
+
+
+def _norms(graph: Graph, paths: Collection[str]) -> list[str]:
+    """Every norm of the model is computed."""
+    computed = {op.source.module for op in graph.ops if op.kind == "norm"}
+    lost = sorted(set(paths) - computed)
+    return [f"{len(lost)} norms of {len(paths)} are computed by no op: {_some(lost)}"] if lost else []
+
+
+def _feed_forward(graph: Graph, config: PreTrainedConfig, layers: list[str]) -> list[str]:
+    """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
+    given = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
+    widths = {width for width in flat if isinstance(width, int)}
+    readers = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
+    lost = [layer.strip(".") for layer in layers if not any(module.startswith(layer) for module in readers)]
+    if not widths or not lost:
+        return []
+    width = " or ".join(map(str, sorted(widths)))
+    return [f"{len(lost)} of {len(layers)} layers have no linear op that reads {width} columns: {_some(lost)}"]
+
+
+def _head(graph: Graph) -> list[str]:
+    """The rows that need logits are taken once."""
+    count = sum(op.kind == "take_rows" for op in graph.ops)
+    return [] if count == 1 else [f"the head reads its rows in {count} ops, expected 1"]
+
+
+def _weights(graph: Graph, expected: set[str], has_weight: Callable[[str], bool]) -> list[str]:
+    """Every parameter of the model is read, and is in the checkpoint."""
+    used = {piece.tensor for param in graph.params for piece in param.recipe.pieces}
+    unread, absent = sorted(expected - used), sorted(name for name in used if not has_weight(name))
+    found = [f"{len(unread)} parameters are read by no op: {_some(unread)}"] if unread else []
+    return found + ([f"the checkpoint lacks {len(absent)} of {len(used)} tensors: {_some(absent)}"] if absent else [])
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
