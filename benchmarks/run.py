@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,14 +87,14 @@ def random_1b(models: Path) -> Path:
     return path
 
 
+@cache
 def plan_of(model: Path, *options: str) -> Path:
-    """The compiled plan of a model, compiled again when the code or the options changed."""
+    """The plan of a model, compiled once a run by the code as it is now: a plan on disk may be of older kernels."""
     plan = WORK / f"{model.stem}{''.join(options)}-plan"
-    if not (plan / "plan.json").exists():
-        say(f"compiling {model.name} {' '.join(options)} ...")
-        WORK.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "toolkit.cli.main", "compile", str(model), "--target", "cpu", "-o", str(plan)]
-        subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    say(f"compiling {model.name} {' '.join(options)} ...")
+    WORK.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "toolkit.cli.main", "compile", str(model), "--force", "-o", str(plan)]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     return plan
 
 
@@ -186,13 +187,19 @@ PARTS: dict[str, Callable[[Path, int], list[Figure]]] = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    return {"cpu": names[0], "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+    """What the figures were taken on, and of which code."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return {
+        "cpu": names[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "commit": described.stdout.strip(),
+    }
 
 
 def main() -> int:
@@ -203,8 +210,9 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    found = machine()
     figures = [figure for part in args.only.split(",") for figure in PARTS[part](args.models, args.runs)]
-    print(f"{machine()}\n")
+    print(f"{found}\n")
     print(f"{'what':72} {'ours':>16} {'llama.cpp':>14} {'value':>7} {'bar':>7}")
     for figure in figures:
         bar = f"{'>=' if figure.higher_is_better else '<='} {figure.bar:g}"

@@ -56,8 +56,3 @@ TESTED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Model type, as in config.json, to models that have it."""
-
-
-def is_tested(model_type: str) -> bool:
-    """Whether models of this type are known to give the logits of their Hugging Face implementation."""
-    return model_type in TESTED

@@ -68,11 +68,7 @@ class ConstArg(_Record, frozen=True, tag="const"):
     value: int | float
 
 
-class NullArg(_Record, frozen=True, tag="null"):
-    """An optional pointer argument that is absent."""
-
-
-Arg = ArenaArg | WeightArg | CacheArg | InputArg | DimArg | ConstArg | NullArg
+Arg = ArenaArg | WeightArg | CacheArg | InputArg | DimArg | ConstArg
 
 
 class Launch(_Record, frozen=True):

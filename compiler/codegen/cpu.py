@@ -34,7 +34,6 @@ from ...runtime.plan import (
     InputArg,
     Launch,
     Library,
-    NullArg,
     WeightArg,
 )
 from ...runtime.step import ABI_HASH, MAX_TOP
@@ -249,5 +248,3 @@ def _argument(arg: Arg, spec: ArgSpec, weights: Mapping[str, int]) -> str:
             return f"s->{name}" if factor == 1 else f"s->{name} * {factor}"
         case ConstArg(value=value):
             return f"{float(value)!r}f" if spec.ctype == "float" else f"{int(value)}"
-        case NullArg():
-            return f"({spec.ctype})0"

@@ -86,7 +86,6 @@ class CpuDevice:
             np.array([cache.ctypes.data for cache in self._caches], np.uint64),
             np.array(strides, np.int64),
         )
-        self._page_limit = np.array(self.pages)
         groups = len(plan.caches)
         self._group_pointers = np.zeros((2, groups), np.uint64)
         self._page_stride = np.zeros(groups, np.int32)

@@ -23,7 +23,6 @@ from toolkit.runtime.plan import (
     Library,
     MemoryPlan,
     Model,
-    NullArg,
     PassReport,
     Plan,
     Report,
@@ -40,7 +39,7 @@ def sample_plan(library: bytes, weights: bytes, tokenizer: bytes, *, page_tokens
     launch = Launch(
         kernel="k",
         args=(
-            *(WeightArg("w"), InputArg("tokens"), CacheArg(0, 1), NullArg()),
+            *(WeightArg("w"), InputArg("tokens"), CacheArg(0, 1)),
             *(ArenaArg(64, 64, "x"), DimArg("T"), ConstArg(0.5)),
         ),
         op="embedding:model.embed_tokens",
