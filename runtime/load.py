@@ -23,7 +23,7 @@ class _Header(msgspec.Struct):
 
 def read_plan(directory: Path | str) -> Plan:
     """The plan in a directory, checked: its format and version, that every file is there with its size, and that every
-    reference points at something. Contents are hashed when they are loaded (`verify_file`).
+    reference points at something. The tuning file is hashed, other contents when they are loaded (`verify_file`).
 
     Raises UserError if it is no plan, or a truncated, edited, newer or foreign one.
     """
@@ -42,6 +42,8 @@ def read_plan(directory: Path | str) -> Plan:
     problem = next(_problems(plan, root), None)
     if problem is not None:
         raise UserError(f"the plan {root} is damaged: {problem}; compile it again")
+    if plan.tuning is not None:
+        verify_file(root, plan.tuning.file, plan.tuning.sha256)
     return plan
 
 
@@ -84,6 +86,8 @@ def _problems(plan: Plan, root: Path) -> Iterator[str]:
 def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
     sizes: list[tuple[str, int | None]] = [(library.file, library.bytes) for library in plan.libraries]
     sizes += [(weights.file, weights.bytes) for weights in plan.weight_files]
+    if plan.tuning is not None:
+        sizes.append((plan.tuning.file, plan.tuning.bytes))
     sizes += [(name, None) for name in (plan.text.files if plan.text is not None else {})]
     for name, size in sizes:
         pure = PurePosixPath(name)

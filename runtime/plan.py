@@ -14,8 +14,13 @@ import msgspec
 
 from .encodings import Encoding
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 """Schema version. A reader takes its own and the previous major version; a higher minor only adds fields."""
+
+
+Generator = Literal["cpp", "tvm"]
+"""What wrote a kernel's machine code: a C++ template, or TVM."""
+IsaName = Literal["x86-64-v3", "x86-64-v4"]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -100,6 +105,14 @@ class Bucket(_Record, frozen=True):
 # --- resources --------------------------------------------------------------------------------------------------------
 
 
+class Choice(_Record, frozen=True):
+    """Whose code a library of one ISA level runs for calls of up to `rows` rows; the last one takes all others."""
+
+    isa: IsaName
+    rows: int
+    generator: Generator
+
+
 class Kernel(_Record, frozen=True):
     """A compiled kernel. On CPU the entry is linked into every library of the plan."""
 
@@ -107,12 +120,16 @@ class Kernel(_Record, frozen=True):
     """Family in `kernels_templates.catalog`."""
     params: dict[str, int | str | float | bool]
     source_hash: str
+    shape: dict[str, int] = {}
+    """Arguments that TVM's code was made for, e.g. N and K; a kernel that is all C++ takes any."""
+    choices: tuple[Choice, ...] = ()
+    """By ISA level, then by rows; C++ where there is none. `tuning.json` has the times behind them."""
 
 
 class Library(_Record, frozen=True):
     """A shared library for one ISA level. The loader takes the last one whose `requires` the CPU has."""
 
-    isa: Literal["x86-64-v3", "x86-64-v4"]
+    isa: IsaName
     file: str
     bytes: int
     sha256: str
@@ -136,6 +153,14 @@ class WeightEntry(_Record, frozen=True):
 
 class WeightFile(_Record, frozen=True):
     """A weight file with its size and hash."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+class TuningFile(_Record, frozen=True):
+    """The file of `runtime.tuning` with its size and hash."""
 
     file: str
     bytes: int
@@ -265,6 +290,8 @@ class Plan(_Record, frozen=True):
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     report: Report
+    tuning: TuningFile | None = None
+    """Races behind the kernels' choices, if there were any."""
 
     @property
     def kv_bytes_per_token(self) -> float:
