@@ -1,4 +1,4 @@
-"""The kernel catalog: family -> template, legal parameters, typed arguments, weight layout and cost.
+"""The kernel catalog: family -> template, legal parameters, typed arguments and weight layouts.
 
 A *family* is a template; a *kernel* is a family with parameters. Lowering turns each fused op into kernels and binds
 their arguments in the order given here; code generation renders, compiles and caches one object a kernel.

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from .batch import BatchBuilder
-from .debug import debug, debug_level
+from .debug import debug_phase
 from .device.base import Device
 from .errors import InternalError, UserError
 from .kv.manager import KVManager
@@ -23,6 +23,7 @@ from .sampling import make_sampling
 from .scheduler import Limits, Scheduler
 from .sequence import Chunk, Sequence
 from .step import StepBatch, StepResult
+from .steplog import StepLog
 
 MAX_SCORE_BYTES = 1 << 30
 """Most memory that one request's whole-vocabulary prompt log-probabilities may take."""
@@ -39,8 +40,9 @@ def open_engine(directory: Path, options: EngineOptions) -> Engine:
     from .device.open import open_device
     from .load import read_plan
 
-    plan = read_plan(directory)
-    step_limits(plan, options)
+    with debug_phase("Plan"):
+        plan = read_plan(directory)
+        step_limits(plan, options)
     return Engine(open_device(directory, plan, options), options)
 
 
@@ -92,7 +94,7 @@ class Engine:
         self._pending: list[Event] = []
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
-        self._trace = debug_level() >= 2
+        self._log = StepLog(clock, self._describe)
         self._turn = clock()
 
     # --- commands -----------------------------------------------------------------------------------------------------
@@ -209,6 +211,8 @@ class Engine:
         except Exception as error:
             traceback.print_exc()
             self._fail_running(error, events)
+        if not self._sequences:
+            self._log.flush()
         return events
 
     def _execute(self, batch: StepBatch) -> StepResult:
@@ -217,10 +221,12 @@ class Engine:
             device.copy_pages(group, [(source, destination)])
         result = device.wait(device.submit(batch))
         self._steps += 1
-        if self._trace:
-            size = f"{len(batch.tokens)} tokens, {len(batch.context)} sequences, {len(batch.rows)} rows"
-            debug(2, f"step {self._steps}: {size}, {result.seconds * 1e3:.2f} ms")
+        self._log.add(batch, result)
         return result
+
+    def _describe(self) -> str:
+        scheduler = self.scheduler
+        return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, K/V {self.kv.usage:.0%} full"
 
     def _fail_running(self, error: Exception, events: list[Event]) -> None:
         for sequence in self.scheduler.running:

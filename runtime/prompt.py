@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from .debug import debug_phase
 from .errors import UserError
 from .load import verify_file
 from .output import Detokenizer
@@ -60,6 +61,7 @@ class Prompts:
         self.defaults = defaults or {}
 
     @classmethod
+    @debug_phase("Tokenizer")
     def open(cls, directory: Path, plan: Plan) -> Prompts:
         """Read the plan's text files. This imports the tokenizer library.
 

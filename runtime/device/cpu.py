@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ..debug import debug, debug_phase
 from ..errors import InternalError, UserError
 from ..load import verify_file
 from ..options import EngineOptions
@@ -61,12 +62,14 @@ class CpuDevice:
         self.threads = options.threads or usable_cores()
         budget = _budget(options)
         library = choose_library(plan.libraries, cpu_flags())
-        if options.verify:
-            verify_file(directory, library.file, library.sha256)
-        self._library = _open_library(directory / library.file)
+        with debug_phase(f"Kernels ({library.isa}, {self.threads} threads)"):
+            if options.verify:
+                verify_file(directory, library.file, library.sha256)
+            self._library = _open_library(directory / library.file)
         self.isa = library.isa
         self.pages = plan_pages(plan, budget)
-        self._weights = _load_weights(directory, plan, options.verify)
+        with debug_phase(f"Weights ({_mib(plan.memory.weights)})"):
+            self._weights = _load_weights(directory, plan, options.verify)
         self._arena = _allocate(plan.memory.arena)
         self._caches = [
             _allocate(len(cache.layers) * pages * cache.page_bytes)
@@ -74,6 +77,8 @@ class CpuDevice:
         ]
         self._open()
         self._tickets = 0
+        held = ", ".join(f"{name} {_mib(size)}" for name, size in self.memory().items())
+        debug(1, f"Memory: {held}; {' + '.join(map(str, self.pages))} pages of K/V")
 
     def _open(self) -> None:
         plan = self.plan
@@ -234,11 +239,12 @@ def plan_pages(plan: Plan, budget: int) -> tuple[int, ...]:
     one = sum(pages * cost for pages, cost in zip(full, costs, strict=True))
     spare = budget - fixed - sum(costs)
     if spare < one:
-        fits = max(0, int(spare / plan.kv_bytes_per_token)) if plan.caches else 0
+        fits = int(spare / plan.kv_bytes_per_token) if plan.caches else 0
+        shorter = f"--max-context {fits} or " if fits > 0 else ""
         raise UserError(
             f"the plan needs {_mib(fixed)} for weights and activations and {_mib(one + sum(costs))} for one "
             f"sequence of {plan.model.max_context} tokens, but the memory limit is {_mib(budget)}: raise --memory, or "
-            f"compile with --max-context {fits} or fewer bits a weight"
+            f"compile with {shorter}fewer bits a weight"
         )
     share = min(spare / one, plan.max_batch) if one else 1
     return tuple(int(pages * share) + 1 for pages in full)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from unit.runtime.engine_harness import Output, make_request, run
 
 from toolkit.cli.driver import compile as compile_model
+from toolkit.runtime.debug import debug_level
 from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.load import read_plan
@@ -189,3 +190,21 @@ def test_penalties_biases_and_stops_reach_the_sampler(case: Case) -> None:
     plain = run(engine, [make_request("plain", prompt, max_tokens=STEPS, ignore_eos=True)])["plain"].tokens
     assert len(set(tokens)) > len(set(plain))
     engine.device.close()
+
+
+def test_level_1_tells_of_loading_and_steps(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_DEBUG", "1")
+    debug_level.cache_clear()
+    try:
+        engine = case.engine()
+        run(engine, [make_request("a", [5, 6, 7], max_tokens=4, ignore_eos=True)])
+        engine.device.close()
+    finally:
+        monkeypatch.undo()
+        debug_level.cache_clear()
+    said = capsys.readouterr().err
+    assert all(phase in said for phase in ("[1] Kernels (x86-64-", "[1] Weights (", "[1] Memory: weights", "[1] steps"))
+    assert "[1] steps 1 to 4: 6 tokens in" in said
+    assert "[2]" not in said

@@ -64,5 +64,12 @@ def test_pages_fill_the_budget_exactly() -> None:
     assert plan_pages(plan, fixed + page * (full + 1)) == (full + 1,)
     assert plan_pages(plan, fixed + page * (3 * full + 1)) == (3 * full + 1,)
     assert plan_pages(plan, 1 << 40) == (8 * full + 1,)  # every sequence of the batch at full length
-    with pytest.raises(UserError, match="--max-context 124"):
+    with pytest.raises(UserError, match="--max-context 124 or fewer bits a weight"):
         plan_pages(plan, fixed + page * full)
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1024, 1024 + 255])
+def test_no_context_is_suggested_where_none_fits(spare: int) -> None:
+    plan = sample_plan(b"", b"", b"")
+    with pytest.raises(UserError, match="or compile with fewer bits a weight"):
+        plan_pages(plan, plan.memory.arena + plan.memory.weights + plan.memory.host + spare)
