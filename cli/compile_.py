@@ -103,7 +103,7 @@ def command(
 
 def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
     """The figures of a finished plan."""
-    notes = (*(note for each in plan.report.passes for note in each.notes), *plan.report.notes)
+    notes = (*plan.report.notes, *(note for each in plan.report.passes for note in each.notes))
     return Summary(
         plan=str(path),
         captured_ops=plan.report.captured_ops,

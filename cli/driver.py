@@ -96,7 +96,7 @@ def compile(
                 text=text,
                 eos_token_ids=opened.eos_token_ids,
                 bos_token_id=opened.bos_token_id,
-                report=_report(captured, fused, reports),
+                report=_report(captured, fused, reports, (*opened.notes, *packed.notes)),
             )
             write_plan(plan, folder)
     _debug_stages(captured, fused, plan.report, program)
@@ -163,12 +163,12 @@ def _model(opened: OpenedModel, graph: Graph, bounds: Bounds, quant: str, seed: 
     )
 
 
-def _report(captured: Graph, fused: Graph, passes: tuple[PassReport, ...]) -> Report:
+def _report(captured: Graph, fused: Graph, passes: tuple[PassReport, ...], notes: tuple[str, ...]) -> Report:
     from ..compiler.codegen.cpu import find_compiler
 
     packages = ("numpy", "torch", "transformers")
     versions = {"toolkit": __version__, "c++": find_compiler().version} | {name: version(name) for name in packages}
-    return Report(len(captured.ops), len(fused.ops), passes, versions=versions)
+    return Report(len(captured.ops), len(fused.ops), passes, notes, versions)
 
 
 # --- TOOLKIT_DEBUG ----------------------------------------------------------------------------------------------------

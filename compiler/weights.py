@@ -21,7 +21,11 @@ class LazyTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def encoding(self) -> Encoding:
-        """How the checkpoint stores it."""
+        """How `read` yields it."""
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint calls the way it is stored: `BF16`, `Q4_K`, `F8_E4M3`."""
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis, exactly as stored."""

@@ -21,6 +21,7 @@ from ..runtime.encodings import FLOAT32, Array, EncodedArray, Encoding
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import WeightEntry, WeightFile
 from .ir import Graph, Param
+from .losses import Losses
 from .lowered import Weight
 from .lowering import static, weight_bytes, weight_shape
 from .memory import align
@@ -93,23 +94,24 @@ def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
+def read_chunks(param: Param, source: TensorSource, losses: Losses | None = None) -> Iterator[EncodedArray]:
     """A resolved parameter in its encoding, by chunks of rows that are a multiple of 16 but for the last.
 
-    Raises UserError naming the tensor if it holds NaN or infinity, or numbers that the encoding can't hold.
+    What re-encoding costs is added to `losses`. Raises UserError naming the tensor if it holds NaN or infinity, or
+    numbers that the encoding can't hold.
     """
     encoding = param.recipe.encoding
     if encoding is None:
         raise InternalError(f"the encoding of {param.value.name} was not resolved")
     if param.recipe.constant is not None:
         table = EncodedArray(FLOAT32, param.recipe.constant.array.astype(np.float32))
-        yield _encoded(table, encoding, param.value.name)
+        yield table if encoding == FLOAT32 else encode(table.decode(), encoding)
         return
     row_bytes = 4 * math.prod(static(size) for size in param.value.type.shape[1:])
     rows = max(PANEL, CHUNK_BYTES // max(1, row_bytes) // PANEL * PANEL)
     parts: list[EncodedArray] = []
     for piece in param.recipe.pieces:
-        for part in _read_piece(piece, source, encoding, rows):
+        for part in _read_piece(piece, source, encoding, rows, losses):
             parts.append(part)
             ready = sum(part.shape[0] for part in parts)
             if ready >= rows:
@@ -120,29 +122,35 @@ def read_chunks(param: Param, source: TensorSource) -> Iterator[EncodedArray]:
         yield _join(parts)
 
 
-def _read_piece(piece: Piece, source: TensorSource, encoding: Encoding, rows: int) -> Iterator[EncodedArray]:
+def _read_piece(
+    piece: Piece, source: TensorSource, encoding: Encoding, rows: int, losses: Losses | None
+) -> Iterator[EncodedArray]:
     tensor, transpose = _open(piece, source)
     if transpose:
         # A row of the result is a column of the stored tensor, so it is read whole.
         turned = np.ascontiguousarray(_checked(tensor, 0, tensor.shape[0]).decode().T)
         whole = EncodedArray(FLOAT32, turned[slice(piece.start, piece.stop)])
         for start in range(0, whole.shape[0], rows):
-            yield _encoded(_rows(whole, start, start + rows), encoding, piece.tensor)
+            yield _encoded(_rows(whole, start, start + rows), encoding, tensor, losses)
         return
     start, stop, _ = slice(piece.start, piece.stop).indices(tensor.shape[0])
     for at in range(start, stop, rows):
-        yield _encoded(_checked(tensor, at, min(at + rows, stop)), encoding, piece.tensor)
+        yield _encoded(_checked(tensor, at, min(at + rows, stop)), encoding, tensor, losses)
 
 
-def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: str) -> EncodedArray:
+def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: LazyTensor, losses: Losses | None) -> EncodedArray:
     if chunk.encoding == encoding:
         return chunk
+    values = chunk.decode()
     try:
-        return encode(chunk.decode(), encoding)
+        stored = encode(values, encoding)
     except ValueError as problem:
         raise UserError(
-            f"tensor {tensor} can't be stored as {encoding.name}: {problem}; use another --dtype or --quant"
+            f"tensor {tensor.name} can't be stored as {encoding.name}: {problem}; use another --dtype or --quant"
         ) from None
+    if losses is not None and encoding != FLOAT32:
+        losses.add(tensor.name, tensor.format, values, stored)
+    return stored
 
 
 def _checked(tensor: LazyTensor, start: int, stop: int) -> EncodedArray:
@@ -197,6 +205,8 @@ class PackedWeights:
 
     entries: Mapping[str, WeightEntry]
     files: tuple[WeightFile, ...]
+    notes: tuple[str, ...] = ()
+    """What re-encoding costs."""
 
 
 def pack_weights(
@@ -215,12 +225,13 @@ def pack_weights(
     header = _header(sizes)
     total = len(header) + sum(sizes.values())
     entries: dict[str, WeightEntry] = {}
+    losses = Losses()
     with open(directory / FILE, "wb") as stream:
         out = _HashingWriter(stream)
         out.write(header)
         for name, weight in ordered:
             start = out.written
-            for chunk in read_chunks(weight.param, source):
+            for chunk in read_chunks(weight.param, source, losses):
                 out.write(pack(weight.layout, chunk).data)
                 if progress is not None:
                     progress(name, out.written, total)
@@ -229,7 +240,7 @@ def pack_weights(
                 raise InternalError(f"{name} packed to {packed} bytes, expected {weight_bytes(weight)}")
             out.write(bytes(sizes[name] - packed))
             entries[name] = _entry(weight, start, sizes[name])
-    return PackedWeights(entries, (WeightFile(FILE, out.written, out.digest.hexdigest()),))
+    return PackedWeights(entries, (WeightFile(FILE, out.written, out.digest.hexdigest()),), tuple(losses.notes()))
 
 
 def _entry(weight: Weight, offset: int, size: int) -> WeightEntry:

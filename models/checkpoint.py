@@ -73,10 +73,14 @@ class FileTensor:
 
     @property
     def encoding(self) -> Encoding:
-        return self._format[0]
+        return self._stored[0]
 
     @property
-    def _format(self) -> tuple[Encoding, str]:
+    def format(self) -> str:
+        return self.entry.dtype
+
+    @property
+    def _stored(self) -> tuple[Encoding, str]:
         if self.entry.dtype not in _FLOATS:
             raise UserError(
                 f"Tensor {self.name} in {self.file.path.name} is {self.entry.dtype}; weights must be "
@@ -86,7 +90,7 @@ class FileTensor:
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis."""
-        encoding, dtype = self._format
+        encoding, dtype = self._stored
         begin, end = (self.file.start + offset for offset in self.entry.data_offsets)
         data = self.file.bytes[begin:end].view(dtype).reshape(self.shape)
         rows = data[start:stop] if self.shape else data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +35,14 @@ Parts = tuple[Array, Array, Array | None]
 """Codes, scales, minima."""
 
 Q2_K = Encoding("affine", bits=4, group=16, scale="float32", has_minimum=True)
-Q3_K = Encoding("affine", bits=4, group=16, zero=4, scale="float32")
-IQ4_XS = Encoding("affine", bits=8, group=32, scale="float32")
+Q3_K = Encoding("affine", bits=4, group=16, zero=8, scale="float32")
+TERNARY = Encoding("affine", bits=4, group=128, zero=8)
+WIDE8 = Encoding("affine", bits=8, group=32, scale="float32")
+WIDE8_16 = Encoding("affine", bits=8, group=16, scale="float32")
 
-# The 16 levels of the IQ4 types: a fixed non-linear grid, so their exact affine form has 8-bit codes.
+# Fixed non-linear levels, so that their exact affine form has 8-bit codes: IQ4's 16, and twice the numbers of FP4.
 _IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+_FP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,11 @@ class BlockType:
     """Values in a block."""
     bytes: int
     unpack: Callable[[Bytes], Parts] | None = None
+
+    @property
+    def grows(self) -> bool:
+        """Whether the codes take half as much again as the whole block in the file, or more."""
+        return self.encoding.bits * self.size >= 1.5 * 8 * self.bytes
 
     def decode_rows(self, rows: Bytes) -> EncodedArray:
         """Stored rows, uint8 [n, bytes a row], as an array of shape [n, K]."""
@@ -140,7 +149,7 @@ def _q2_k(blocks: Bytes) -> Parts:
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    codes = _planes(blocks[:, 32:96], 32, 2) | (_planes(blocks[:, :32], 32, 1) << 2)
+    codes = (_planes(blocks[:, 32:96], 32, 2) | (_planes(blocks[:, :32], 32, 1) << 2)) + np.uint8(4)
     factors = _nibbles(blocks[:, 96:104], 8) | (_planes(blocks[:, 104:108], 4, 2) << 4)
     scale = _half(blocks, 108).astype(np.float32) * (factors.astype(np.float32) - np.float32(32))
     return codes, scale, None
@@ -157,6 +166,141 @@ def _iq4_xs(blocks: Bytes) -> Parts:
     return _IQ4_LEVELS[_nibbles(blocks[:, 8:], 16)], _half(blocks, 0).astype(np.float32) * factors, None
 
 
+# --- codebooks: each code of the file names a vector of 4 or 8 levels -------------------------------------------------
+
+_SIGNS = np.array([index | (index.bit_count() & 1) << 7 for index in range(128)], np.uint8)
+"""The 8 signs that 7 bits stand for: their number is even."""
+
+
+@cache
+def _codebook(name: str) -> npt.NDArray[np.int8]:
+    """The vectors of an IQ type, int8 [codes, 4 or 8], from the gguf package."""
+    from gguf import quants
+
+    kind = getattr(quants, name)
+    kind.init_grid()
+    vectors: npt.NDArray[np.int8] = kind.grid[0, 0].astype(np.int8)
+    return vectors
+
+
+def _words(data: Bytes, dtype: str) -> npt.NDArray[np.unsignedinteger]:
+    """Little-endian integers, [n, bytes / width]."""
+    return np.ascontiguousarray(data).view(dtype)
+
+
+def _fields(words: npt.NDArray[np.unsignedinteger], width: int, count: int) -> npt.NDArray[np.unsignedinteger]:
+    """`count` fields of `width` bits of each word, least significant first: [n, words] -> [n, words * count]."""
+    shifts = np.arange(0, width * count, width, dtype=words.dtype)
+    fields: npt.NDArray[np.unsignedinteger] = (words[:, :, None] >> shifts) & words.dtype.type((1 << width) - 1)
+    return fields.reshape(len(words), -1)
+
+
+def _signed(vectors: npt.NDArray[np.int8], signs: Bytes) -> npt.NDArray[np.int8]:
+    """Vectors [n, vectors, width] with the signs whose bits are set turned: [n, values]."""
+    values = vectors.reshape(len(vectors), -1)
+    return np.where(_bits(np.ascontiguousarray(signs)), -values, values)
+
+
+def _scaled(blocks: Bytes, factors: Array) -> npt.NDArray[np.float32]:
+    """Factors [n, groups] times the float16 at the start of each block."""
+    return _half(blocks, 0).astype(np.float32) * factors.astype(np.float32)
+
+
+def _iq2_xxs(blocks: Bytes) -> Parts:
+    pairs = _words(blocks[:, 2:], "<u4").reshape(-1, 8, 2)
+    index, word = _words(pairs[:, :, 0], "u1"), pairs[:, :, 1]
+    scale = _scaled(blocks, np.float32(0.5) + (word >> 28).astype(np.float32)) * np.float32(0.25)
+    return _signed(_codebook("IQ2_XXS")[index], _SIGNS[_fields(word, 7, 4)]), scale, None
+
+
+def _iq2_xs(blocks: Bytes) -> Parts:
+    code = _words(blocks[:, 2:66], "<u2")
+    scale = _scaled(blocks, np.float32(0.5) + _fields(blocks[:, 66:], 4, 2).astype(np.float32)) * np.float32(0.25)
+    return _signed(_codebook("IQ2_XS")[code & 511], _SIGNS[code >> 9]), scale, None
+
+
+def _iq2_s(blocks: Bytes) -> Parts:
+    code = blocks[:, 2:34] | (_fields(blocks[:, 66:74], 2, 4).astype(np.uint16) << 8)
+    scale = _scaled(blocks, np.float32(0.5) + _fields(blocks[:, 74:], 4, 2).astype(np.float32)) * np.float32(0.25)
+    return _signed(_codebook("IQ2_S")[code], blocks[:, 34:66]), scale, None
+
+
+def _iq3_xxs(blocks: Bytes) -> Parts:
+    word = _words(blocks[:, 66:], "<u4")
+    scale = _scaled(blocks, np.float32(0.5) + (word >> 28).astype(np.float32)) * np.float32(0.5)
+    return _signed(_codebook("IQ3_XXS")[blocks[:, 2:66]], _SIGNS[_fields(word, 7, 4)]), scale, None
+
+
+def _iq3_s(blocks: Bytes) -> Parts:
+    code = blocks[:, 2:66] | (_bits(blocks[:, 66:74]).astype(np.uint16) << 8)
+    scale = _scaled(blocks, 1 + 2 * _fields(blocks[:, 106:], 4, 2))
+    return _signed(_codebook("IQ3_S")[code], blocks[:, 74:106]), scale, None
+
+
+def _shifted(vectors: npt.NDArray[np.int8], down: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
+    """Vectors of -1, 0 and 1, an eighth less or more each, in eighths: [n, values]."""
+    eighths = 8 * vectors + np.where(down, np.int8(-1), np.int8(1))[:, :, None]
+    return eighths.reshape(len(vectors), -1)
+
+
+def _iq1_s(blocks: Bytes) -> Parts:
+    high = _words(blocks[:, 34:], "<u2")
+    code = blocks[:, 2:34] | (_fields(high, 3, 4) << 8)
+    scale = _scaled(blocks, 2 * ((high >> 12) & 7) + 1) / np.float32(8)
+    return _shifted(_codebook("IQ1_S")[code], np.repeat(high >= 0x8000, 4, axis=1)), scale, None
+
+
+def _iq1_m(blocks: Bytes) -> Parts:
+    high, word = _fields(blocks[:, 32:48], 4, 2), _words(blocks[:, 48:], "<u2")
+    code = blocks[:, :32] | ((high & 7).astype(np.uint16) << 8)
+    d = (word >> 12 << np.array([0, 4, 8, 12], np.uint16)).sum(axis=1, dtype=np.uint16)[:, None].view("<f2")
+    scale = d.astype(np.float32) * (2 * _fields(word, 3, 4) + 1).astype(np.float32) / np.float32(8)
+    return _shifted(_codebook("IQ1_M")[code], high >= 8), scale, None
+
+
+# --- ternary and FP4 --------------------------------------------------------------------------------------------------
+
+
+def _ternary(codes: Bytes, blocks: Bytes) -> Parts:
+    """Codes 0, 1, 2 mean -1, 0, 1; the block's scale is its last float16."""
+    return codes + np.uint8(7), np.repeat(_half(blocks, blocks.shape[1] - 2), 2, axis=1), None
+
+
+def _tq1_0(blocks: Bytes) -> Parts:
+    digits = [_ternary_digits(blocks[:, :32], 5), _ternary_digits(blocks[:, 32:48], 5)]
+    return _ternary(np.concatenate([*digits, _ternary_digits(blocks[:, 48:52], 4)], axis=1), blocks)
+
+
+def _ternary_digits(data: Bytes, count: int) -> Bytes:
+    """The first digit of all bytes, then the next, ...: a byte is a base-3 fraction of 256."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+    return ((data[:, None, :] * powers).astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(data), -1)
+
+
+def _tq2_0(blocks: Bytes) -> Parts:
+    return _ternary(_planes(blocks[:, :64], 32, 2), blocks)
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    exponent = blocks[:, :1].astype(np.uint32)
+    half = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - 1) << 23)  # 2 ** (exponent - 128)
+    return _FP4_LEVELS[_nibbles(blocks[:, 1:], 16)], half.view(np.float32), None
+
+
+def _nvfp4(blocks: Bytes) -> Parts:
+    return _FP4_LEVELS[_nibbles(blocks[:, 4:], 8)], _unsigned_e4m3()[blocks[:, :4]] * np.float32(0.5), None
+
+
+@cache
+def _unsigned_e4m3() -> npt.NDArray[np.float32]:
+    """The numbers of float8 E4M3 without a sign; its NaN is read as 0."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, (code & 7) / 8
+    values = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7))
+    values[127] = 0.0
+    return values.astype(np.float32)
+
+
 BLOCKS: dict[int, BlockType] = {
     0: BlockType("F32", FLOAT32, 1, 4),
     1: BlockType("F16", FLOAT16, 1, 2),
@@ -170,8 +314,19 @@ BLOCKS: dict[int, BlockType] = {
     12: BlockType("Q4_K", Q4_K, 256, 144, _q4_k),
     13: BlockType("Q5_K", Q5_K, 256, 176, _q5_k),
     14: BlockType("Q6_K", Q6_K, 256, 210, _q6_k),
+    16: BlockType("IQ2_XXS", WIDE8, 256, 66, _iq2_xxs),
+    17: BlockType("IQ2_XS", WIDE8_16, 256, 74, _iq2_xs),
+    18: BlockType("IQ3_XXS", WIDE8, 256, 98, _iq3_xxs),
+    19: BlockType("IQ1_S", WIDE8, 256, 50, _iq1_s),
     20: BlockType("IQ4_NL", Q8_0, 32, 18, _iq4_nl),
-    23: BlockType("IQ4_XS", IQ4_XS, 256, 136, _iq4_xs),
+    21: BlockType("IQ3_S", WIDE8, 256, 110, _iq3_s),
+    22: BlockType("IQ2_S", WIDE8_16, 256, 82, _iq2_s),
+    23: BlockType("IQ4_XS", WIDE8, 256, 136, _iq4_xs),
+    29: BlockType("IQ1_M", WIDE8_16, 256, 56, _iq1_m),
     30: BlockType("BF16", BFLOAT16, 1, 2),
+    34: BlockType("TQ1_0", TERNARY, 256, 54, _tq1_0),
+    35: BlockType("TQ2_0", TERNARY, 256, 66, _tq2_0),
+    39: BlockType("MXFP4", WIDE8, 32, 17, _mxfp4),
+    40: BlockType("NVFP4", WIDE8_16, 64, 36, _nvfp4),
 }
 """Block types by their number in the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,10 @@ class StoredTensor:
     @property
     def encoding(self) -> Encoding:
         return self.stored.type.encoding
+
+    @property
+    def format(self) -> str:
+        return self.stored.type.name
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows (of a vector: elements) `start:stop` with the file's own codes."""
@@ -72,6 +77,10 @@ class OffsetTensor:
     def encoding(self) -> Encoding:
         return FLOAT32
 
+    @property
+    def format(self) -> str:
+        return self.inner.format
+
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """The difference in float32 arithmetic, as the model's own implementation will add 1 back."""
         return EncodedArray(FLOAT32, self.inner.read(start, stop).decode() - np.float32(1))
@@ -92,6 +101,10 @@ class TransposedTensor:
         return self.turned.shape[::-1]
 
     @property
+    def format(self) -> str:
+        return self.turned.format
+
+    @property
     def encoding(self) -> Encoding:
         return FLOAT32 if self.turned.encoding.kind == "affine" else self.turned.encoding
 
@@ -100,6 +113,16 @@ class TransposedTensor:
         whole = self.turned.read()
         data = whole.decode() if whole.encoding.kind == "affine" else whole.data
         return EncodedArray(self.encoding, np.ascontiguousarray(data.T[start:stop]))
+
+
+def growth_notes(file: GGUFFile) -> Iterator[str]:
+    """Types whose exact form takes much more room than the file's."""
+    for block, count in Counter(tensor.type for tensor in file.tensors.values()).items():
+        if block.grows:
+            yield (
+                f"{count} {block.name} tensors have {8 * block.bytes / block.size:.1f} bits a value in the file; "
+                f"kept exactly, they take {block.encoding.bits}-bit codes"
+            )
 
 
 Tensor = StoredTensor | OffsetTensor | TransposedTensor

@@ -30,6 +30,10 @@ class RandomTensor:
     seed: int
     mean: float = 0.0
 
+    @property
+    def format(self) -> str:
+        return "random"
+
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis."""
         first, last, _ = slice(start, stop).indices(self.shape[0])

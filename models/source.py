@@ -20,7 +20,7 @@ from ..runtime.errors import UserError
 from .checkpoint import INDEX, Checkpoint, weight_files
 from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
-from .gguf_source import GGUFSource
+from .gguf_source import GGUFSource, growth_notes
 from .random_weights import RandomSource
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
@@ -52,6 +52,8 @@ class OpenedModel:
     """None if there is no tokenizer: the plan is then token-in, token-out."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it is stored, one sentence each."""
 
 
 def open_model(model: str, *, dtype: str = "auto", random_seed: int | None = None) -> OpenedModel:
@@ -192,6 +194,7 @@ def _open_gguf(path: Path, dtype: str, random_seed: int | None) -> OpenedModel:
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     stored = _chosen(dtype, _main_float(file))
     weights = GGUFSource(file, config) if random_seed is None else random_source(config, random_seed, stored)
+    notes = growth_notes(file) if random_seed is None else ()
     return OpenedModel(
         name=path.stem,
         config=config,
@@ -201,6 +204,7 @@ def _open_gguf(path: Path, dtype: str, random_seed: int | None) -> OpenedModel:
         text=TextFiles(metadata=file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None,
         eos_token_ids=end_tokens(file.metadata),
         bos_token_id=config.bos_token_id,
+        notes=tuple(notes),
     )
 
 

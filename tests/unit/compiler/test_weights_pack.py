@@ -42,6 +42,10 @@ class Stored:
     def encoding(self) -> Encoding:
         return self.array.encoding
 
+    @property
+    def format(self) -> str:
+        return self.array.encoding.name.upper()
+
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         a = self.array
         scale = None if a.scale is None else a.scale[start:stop]
@@ -145,6 +149,21 @@ def test_recipes_quantize(tmp_path: Path) -> None:
     source = Memory(w=EncodedArray(FLOAT32, values))
     found = packed(source, tmp_path, "panel16", param("w", (48, 64), encoding=INT4))["w"]
     np.testing.assert_array_equal(found.decode(), encode(values, INT4).decode())
+
+
+def test_what_re_encoding_costs_is_told(tmp_path: Path) -> None:
+    values = {"a": random(48, 64), "b": random(16, 64) ** 3, "same": random(4, 64)}
+    kept = encode(values["same"], Q8_0)
+    source = Memory(a=encode(values["a"], Q8_0), b=encode(values["b"], Q8_0), same=kept)
+    items = [param("a", (48, 64), encoding=INT4), param("b", (16, 64), encoding=INT4), param("same", (4, 64))]
+    weights = {item.value.name: Weight(resolved(item, source), "panel16") for item in items}
+    (note,) = pack_weights(weights, source, tmp_path).notes
+    before = {name: encode(values[name], Q8_0).decode() for name in "ab"}
+    errors = {name: encode(before[name], INT4).decode() - before[name] for name in "ab"}
+    worst = np.linalg.norm(errors["b"]) / np.linalg.norm(before["b"])
+    both = [np.concatenate([part["a"], part["b"]]) for part in (errors, before)]
+    overall = np.linalg.norm(both[0]) / np.linalg.norm(both[1])
+    assert note == (f"A8G32 stored as a4g32: relative RMS error {overall:.2%} over 2 tensors, worst {worst:.2%} in b")
 
 
 def test_vectors_and_constants(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from toolkit.kernels_templates.packing import pack, unpack
 from toolkit.models.gguf_blocks import BLOCKS, BlockType
 from toolkit.models.gguf_file import read_gguf
 
@@ -45,6 +46,15 @@ def test_codes_and_scales_have_the_shapes_that_the_encoding_says(number: int) ->
     assert (array.minimum is not None) == block.encoding.has_minimum
     if block.encoding.bits < 8:
         assert int(array.data.max()) < 2**block.encoding.bits
+
+
+@pytest.mark.parametrize("number", QUANTIZED, ids=lambda number: BLOCKS[number].name)
+def test_the_kernels_layout_holds_every_type(number: int) -> None:
+    block = BLOCKS[number]
+    array = block.decode_rows(random_rows(block, 19, 512, seed=2))
+    back = unpack("panel16", block.encoding, array.shape, pack("panel16", array))
+    for mine, theirs in ((array.data, back.data), (array.scale, back.scale), (array.minimum, back.minimum)):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_sizes_are_those_of_the_gguf_package() -> None:

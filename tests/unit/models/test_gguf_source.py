@@ -18,6 +18,8 @@ from toolkit.compiler.ir import Graph, Param, Value
 from toolkit.compiler.shapes import TensorType
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.compiler.weights_pack import read_chunks, resolve_encodings
+from toolkit.models.gguf_file import read_gguf
+from toolkit.models.gguf_source import growth_notes
 from toolkit.models.source import open_model, parameter_shapes
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.encodings import Q8_0 as Q8_0_ENCODING
@@ -192,6 +194,24 @@ def test_the_real_models_have_every_parameter(smollm2: Path, gemma3: Path) -> No
         shapes = parameter_shapes(opened.config)
         assert opened.config.num_hidden_layers == layers
         assert {name: opened.weights[name].shape for name in opened.weights} == shapes
+
+
+def test_types_whose_exact_form_is_much_larger_are_told(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
+    iq4, q4 = gguf.GGMLQuantizationType.IQ4_NL, gguf.GGMLQuantizationType.Q4_0
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for name, kind in (("a", gguf.GGMLQuantizationType.TQ2_0), ("b", q4)):
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.add_tensor("c", np.zeros((4, 144), np.uint8), raw_dtype=iq4)
+    writer.add_tensor("d", np.zeros((4, 144), np.uint8), raw_dtype=iq4)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert list(growth_notes(read_gguf(tmp_path / "m.gguf"))) == [
+        "1 TQ2_0 tensors have 2.1 bits a value in the file; kept exactly, they take 4-bit codes",
+        "2 IQ4_NL tensors have 4.5 bits a value in the file; kept exactly, they take 8-bit codes",
+    ]
 
 
 def written(path: Path, arch: str, values: dict[str, Any], tensors: dict[str, Any]) -> str:
