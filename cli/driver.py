@@ -62,7 +62,7 @@ def compile(
         from ..passes.pipelines import pipeline
         from ..passes.quantize_weights import Quantization
     with phases.phase("Open"):
-        opened = open_model(str(model), dtype=dtype, random_seed=seed)
+        opened = open_model(str(model), dtype=dtype, random=seed is not None)
         quantization = Quantization.parse(quant, opened.dtype)
         bounds = chosen.bounds(_model_context(opened, chosen), max_batch, max_context)
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
@@ -82,7 +82,7 @@ def compile(
                 [program.bucket], lowered.kernels, lowered.weights, folder, progress=phases.advance
             )
         with phases.phase("Weights"):
-            packed = pack_weights(lowered.weights, opened.weights, folder, phases.advance)
+            packed = pack_weights(lowered.weights, opened.weights, folder, phases.advance, random=seed is not None)
         with phases.phase("Write"):
             text = write_text(opened, folder)
             write_onnx(captured, folder / "graph.onnx")

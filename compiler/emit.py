@@ -57,6 +57,7 @@ def make_plan(
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         report=msgspec.structs.replace(report, passes=passes),
+        fills=dict(weights.fills),
     )
 
 

@@ -9,26 +9,30 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..kernels_templates.packing import PANEL, pack
 from ..runtime.encodings import FLOAT32, Array, EncodedArray, Encoding
 from ..runtime.errors import InternalError, UserError
-from ..runtime.plan import WeightEntry, WeightFile
+from ..runtime.plan import RandomFill, WeightEntry, WeightFile
 from .ir import Graph, Param
 from .losses import Losses
 from .lowered import Weight
 from .lowering import static, weight_bytes, weight_shape
 from .memory import align
 from .quantize import encode
+from .random_fill import fill_name, random_fill
 from .weights import LazyTensor, Piece, Recipe, TensorSource, TurnedTensor
 
 FILE = "weights.safetensors"
+RANDOM_FILE = "random"
+"""What the entries of random weights name; there is no such file."""
 CHUNK_BYTES = 32 << 20
 """Float32 bytes of a chunk of rows. It has a multiple of `PANEL` rows, so that packed chunks join into the whole."""
 
@@ -201,12 +205,13 @@ def _join(parts: Sequence[EncodedArray]) -> EncodedArray:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """What was written."""
+    """What was written, and what is to be made at load."""
 
     entries: Mapping[str, WeightEntry]
     files: tuple[WeightFile, ...]
     notes: tuple[str, ...] = ()
     """What re-encoding costs."""
+    fills: Mapping[str, RandomFill] = field(default_factory=dict)
 
 
 def pack_weights(
@@ -214,12 +219,28 @@ def pack_weights(
     source: TensorSource,
     directory: Path,
     progress: Callable[[str, int, int], None] | None = None,
+    *,
+    random: bool = False,
 ) -> PackedWeights:
     """Write `directory/weights.safetensors` with every weight in its layout, sorted by name.
 
-    Each is a U8 tensor that starts at a multiple of 64 bytes in the file. `progress` gets (what, bytes done, of).
-    Raises UserError for weights that can't be used.
+    Each is a U8 tensor that starts at a multiple of 64 bytes in the file. `progress` gets (what, bytes done, of). With
+    `random` only constants are written; the others get a place in a file that is made at load. Raises UserError for
+    weights that can't be used.
     """
+    stored = {
+        name: weight for name, weight in weights.items() if not random or weight.param.recipe.constant is not None
+    }
+    packed = _write(stored, source, directory, progress)
+    return _add_random({name: weight for name, weight in weights.items() if name not in stored}, packed)
+
+
+def _write(
+    weights: Mapping[str, Weight],
+    source: TensorSource,
+    directory: Path,
+    progress: Callable[[str, int, int], None] | None,
+) -> PackedWeights:
     ordered = sorted(weights.items())
     sizes = {name: align(weight_bytes(weight)) for name, weight in ordered}
     header = _header(sizes)
@@ -239,15 +260,29 @@ def pack_weights(
             if packed != weight_bytes(weight):
                 raise InternalError(f"{name} packed to {packed} bytes, expected {weight_bytes(weight)}")
             out.write(bytes(sizes[name] - packed))
-            entries[name] = _entry(weight, start, sizes[name])
+            entries[name] = _entry(weight, FILE, start, sizes[name])
     return PackedWeights(entries, (WeightFile(FILE, out.written, out.digest.hexdigest()),), tuple(losses.notes()))
 
 
-def _entry(weight: Weight, offset: int, size: int) -> WeightEntry:
+def _add_random(weights: Mapping[str, Weight], stored: PackedWeights) -> PackedWeights:
+    """The weights with a place in a file that is made at load."""
+    if not weights:
+        return stored
+    entries, fills, offset = dict(stored.entries), {}, 0
+    for name, weight in sorted(weights.items()):
+        size, fill = align(weight_bytes(weight)), fill_name(weight)
+        entries[name] = msgspec.structs.replace(_entry(weight, RANDOM_FILE, offset, size), fill=fill)
+        fills[fill] = random_fill(weight)
+        offset += size
+    files = (*stored.files, WeightFile(RANDOM_FILE, offset, "", random=True))
+    return PackedWeights(entries, files, stored.notes, fills)
+
+
+def _entry(weight: Weight, file: str, offset: int, size: int) -> WeightEntry:
     recipe: Recipe = weight.param.recipe
     assert recipe.encoding is not None
     sources = tuple(dict.fromkeys(piece.tensor for piece in recipe.pieces))
-    return WeightEntry(FILE, offset, size, weight_shape(weight), recipe.encoding, weight.layout, sources)
+    return WeightEntry(file, offset, size, weight_shape(weight), recipe.encoding, weight.layout, sources)
 
 
 def _header(sizes: Mapping[str, int]) -> bytes:

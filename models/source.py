@@ -56,32 +56,32 @@ class OpenedModel:
     """What a user should know of how it is stored, one sentence each."""
 
 
-def open_model(model: str, *, dtype: str = "auto", random_seed: int | None = None) -> OpenedModel:
+def open_model(model: str, *, dtype: str = "auto", random: bool = False) -> OpenedModel:
     """Open a directory, a `.gguf` file or a hub id (`owner/name`).
 
-    `dtype` "auto" is the checkpoint's own. With `random_seed` the weights are random and only config.json is needed.
+    `dtype` "auto" is the checkpoint's own. With `random` only config.json is needed, and the weights are shapes alone.
     Raises UserError for whatever cannot be used.
     """
     if dtype not in ("auto", *get_args(FloatName)):
         raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
     path = Path(model).expanduser()
     if path.is_file():
-        return _open_gguf(path, dtype, random_seed)
+        return _open_gguf(path, dtype, random)
     if path.is_dir():
-        return _open_directory(path, dtype, random_seed)
+        return _open_directory(path, dtype, random)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        return _open_directory(_download(model, random_seed is None), dtype, random_seed, name=model)
+        return _open_directory(_download(model, not random), dtype, random, name=model)
     raise UserError(f"There is no model at {model}: give a directory, a .gguf file or a hub id such as owner/name.")
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def _open_directory(directory: Path, dtype: str, random_seed: int | None, name: str = "") -> OpenedModel:
+def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -> OpenedModel:
     config = _read_config(directory)
     used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TEXT_FILES)]
     weights: TensorSource
-    if random_seed is None:
+    if not random:
         if getattr(config, "quantization_config", None) is not None:
             method = _field(config.quantization_config, "quant_method") or "unknown"
             raise UserError(
@@ -92,7 +92,7 @@ def _open_directory(directory: Path, dtype: str, random_seed: int | None, name: 
         used += weight_files(directory)
     else:
         stored = _float_name(config.dtype) or "float32"
-        weights = random_source(config, random_seed, _chosen(dtype, stored))
+        weights = random_source(config, _chosen(dtype, stored))
     eos, bos = _end_and_begin(directory, config)
     return OpenedModel(
         name=name or directory.resolve().name,
@@ -164,9 +164,9 @@ def _end_and_begin(directory: Path, config: PretrainedConfig) -> tuple[tuple[int
     return tuple(id_ for id_ in ids if isinstance(id_, int)), bos if isinstance(bos, int) else None
 
 
-def random_source(config: PretrainedConfig, seed: int, dtype: FloatName = "float32") -> RandomSource:
-    """Reproducible random weights for every parameter of the model that a config describes."""
-    return RandomSource(parameter_shapes(config), seed, Encoding(dtype))
+def random_source(config: PretrainedConfig, dtype: FloatName = "float32") -> RandomSource:
+    """A weight without numbers for every parameter of the model that a config describes."""
+    return RandomSource(parameter_shapes(config), Encoding(dtype))
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
@@ -183,7 +183,7 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def _open_gguf(path: Path, dtype: str, random_seed: int | None) -> OpenedModel:
+def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
     file = read_gguf(path)
     try:
         config = AutoConfig.for_model(architecture(file).model_type, **config_values(file))
@@ -193,8 +193,8 @@ def _open_gguf(path: Path, dtype: str, random_seed: int | None) -> OpenedModel:
         raise UserError(f"{path.name} has metadata that no config accepts: {' '.join(str(error).split())}") from None
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     stored = _chosen(dtype, _main_float(file))
-    weights = GGUFSource(file, config) if random_seed is None else random_source(config, random_seed, stored)
-    notes = growth_notes(file) if random_seed is None else ()
+    weights = random_source(config, stored) if random else GGUFSource(file, config)
+    notes = () if random else growth_notes(file)
     return OpenedModel(
         name=path.stem,
         config=config,

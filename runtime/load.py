@@ -10,7 +10,10 @@ import msgspec
 
 from .abi import ABI_HASH
 from .errors import UserError
-from .plan import MAJOR, MINOR, ArenaArg, Bucket, CacheArg, Launch, Plan, WeightArg
+from .plan import MAJOR, MINOR, ArenaArg, Bucket, CacheArg, Launch, Plan, RandomFill, WeightArg
+
+MAX_FILL = 1 << 16
+"""Bytes of the longest pattern of a random weight."""
 
 
 class _Header(msgspec.Struct):
@@ -85,9 +88,9 @@ def _problems(plan: Plan, root: Path) -> Iterator[str]:
 
 def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
     sizes: list[tuple[str, int | None]] = [(library.file, library.bytes) for library in plan.libraries]
-    sizes += [(weights.file, weights.bytes) for weights in plan.weight_files]
     if plan.tuning is not None:
         sizes.append((plan.tuning.file, plan.tuning.bytes))
+    sizes += [(weights.file, weights.bytes) for weights in plan.weight_files if not weights.random]
     sizes += [(name, None) for name in (plan.text.files if plan.text is not None else {})]
     for name, size in sizes:
         pure = PurePosixPath(name)
@@ -103,11 +106,27 @@ def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
 
 def _weight_problems(plan: Plan) -> Iterator[str]:
     sizes = {file.file: file.bytes for file in plan.weight_files}
+    random = {file.file for file in plan.weight_files if file.random}
+    if random and plan.model.random_weights is None:
+        yield "its weights are random, but it has no seed"
+    for name, fill in plan.fills.items():
+        if not _is_fill(fill):
+            yield f"the random fill {name} is no pair of hexadecimal patterns of one length"
     for name, weight in plan.weights.items():
+        if weight.file in random and weight.fill not in plan.fills:
+            yield f"weight {name} is random by the unknown fill {weight.fill!r}"
         if weight.file not in sizes:
             yield f"weight {name} is in an unlisted file {weight.file!r}"
         elif weight.offset < 0 or weight.offset % 64 or not 0 <= weight.bytes <= sizes[weight.file] - weight.offset:
             yield f"weight {name} does not lie inside {weight.file}"
+
+
+def _is_fill(fill: RandomFill) -> bool:
+    try:
+        sizes = {len(bytes.fromhex(text)) for text in (fill.keep, fill.value)}
+    except ValueError:
+        return False
+    return len(sizes) == 1 and 0 < sizes.pop() <= MAX_FILL
 
 
 def _bucket_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:

@@ -149,6 +149,8 @@ class WeightEntry(_Record, frozen=True):
     layout: str
     """Name of a packing in `kernels_templates.packing`."""
     sources: tuple[str, ...] = ()
+    fill: str = ""
+    """How a random weight is made: a name in `Plan.fills`."""
 
 
 class WeightFile(_Record, frozen=True):
@@ -157,6 +159,15 @@ class WeightFile(_Record, frozen=True):
     file: str
     bytes: int
     sha256: str
+    random: bool = False
+    """There is no such file: its weights are made when the plan is loaded, from `Model.random_weights`, the seed."""
+
+
+class RandomFill(_Record, frozen=True):
+    """How random bytes become a weight: byte by byte (random & keep) | value, where both repeat; in hexadecimal."""
+
+    keep: str
+    value: str
 
 
 class TuningFile(_Record, frozen=True):
@@ -292,6 +303,7 @@ class Plan(_Record, frozen=True):
     report: Report
     tuning: TuningFile | None = None
     """Races behind the kernels' choices, if there were any."""
+    fills: dict[str, RandomFill] = {}
 
     @property
     def kv_bytes_per_token(self) -> float:

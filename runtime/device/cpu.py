@@ -18,6 +18,7 @@ from ..errors import InternalError, UserError
 from ..load import verify_file
 from ..options import EngineOptions
 from ..plan import Bucket, Library, Plan
+from ..random_weights import fill_random
 from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
 from .base import Ticket
 from .machine import available_memory, cpu_flags, usable_cores
@@ -288,13 +289,17 @@ def _open_library(path: Path) -> ctypes.CDLL:
 def _load_weights(directory: Path, plan: Plan, verify: bool) -> dict[str, Bytes]:
     """Each weight file as one block of memory; reading and hashing go on side by side."""
     blocks = {file.file: _allocate(file.bytes) for file in plan.weight_files}
+    hashes = {file.file: file.sha256 for file in plan.weight_files if not file.random}
+    stored = {name: block for name, block in blocks.items() if name in hashes}
     with ThreadPoolExecutor(4) as pool:
+        for name in blocks.keys() - hashes.keys():
+            fill_random(plan, name, blocks[name], pool)
         reads = [
             pool.submit(_read, directory / file, block, start)
-            for file, block in blocks.items()
+            for file, block in stored.items()
             for start in range(0, block.size, _READ)
         ]
-        checks = [pool.submit(verify_file, directory, file.file, file.sha256) for file in plan.weight_files if verify]
+        checks = [pool.submit(verify_file, directory, *each) for each in hashes.items() if verify]
         for job in (*reads, *checks):
             job.result()
     return blocks

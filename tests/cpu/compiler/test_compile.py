@@ -21,7 +21,9 @@ from toolkit.compiler.codegen import cpu as codegen
 from toolkit.runtime.debug import debug_level
 from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
+from toolkit.runtime.llm import LLM
 from toolkit.runtime.load import read_plan
+from toolkit.runtime.request import SamplingParams
 
 from .plan_runner import PlanRunner
 
@@ -223,8 +225,18 @@ def test_the_plan_says_what_was_done(model_folder: Path, tmp_path: Path) -> None
 def test_random_weights_need_only_a_config(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_bytes((model_folder / "config.json").read_bytes())
-    plan = read_plan(compile_model(tmp_path / "bare", output=tmp_path / "plan", weights="random:7"))
+    path = compile_model(tmp_path / "bare", output=tmp_path / "plan", weights="random:7", quant="int8")
+    plan = read_plan(path)
     assert plan.model.random_weights == 7
+    stored = sum(weights.bytes for weights in plan.weight_files if not weights.random)
+    assert 0 < stored < 0.2 * plan.memory.weights  # tables alone
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+    with LLM(path) as llm:
+        first = llm.generate([5, 6, 7], params)[0].outputs[0]
+    with LLM(path) as llm:
+        again = llm.generate([5, 6, 7], params)[0].outputs[0]
+    assert len(first.token_ids) == 8
+    assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
     with pytest.raises(UserError, match="--weights random"):
         compile_model(tmp_path / "bare", output=tmp_path / "other")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.models.source import end_tokens, open_model, parameter_shapes, random_source
+from toolkit.models.source import end_tokens, open_model, parameter_shapes
 from toolkit.runtime.encodings import BFLOAT16, FLOAT16, FLOAT32
 from toolkit.runtime.errors import UserError
 
@@ -84,17 +84,15 @@ def test_auto_dtype_is_the_checkpoints(tmp_path: Path, dtype: torch.dtype, name:
 
 def test_random_weights_need_a_config_only(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16", **VALUES}))
-    opened = open_model(str(tmp_path), random_seed=3)
-    again = random_source(opened.config, 3, "bfloat16")
+    opened = open_model(str(tmp_path), random=True)
     assert opened.dtype == "bfloat16"
     assert "lm_head.weight" in opened.weights
     for name, shape in parameter_shapes(opened.config).items():
         tensor = opened.weights[name]
         assert (tensor.shape, tensor.encoding) == (shape, BFLOAT16)
-        np.testing.assert_array_equal(tensor.read().data, again[name].read().data)
-    half = open_model(str(tmp_path), random_seed=3, dtype="float16")
+    half = open_model(str(tmp_path), random=True, dtype="float16")
     assert half.weights["lm_head.weight"].encoding == FLOAT16
-    assert open_model(str(tmp_path), random_seed=3, dtype="float32").weights["lm_head.weight"].encoding == FLOAT32
+    assert open_model(str(tmp_path), random=True, dtype="float32").weights["lm_head.weight"].encoding == FLOAT32
 
 
 def test_tied_weights_are_one(tmp_path: Path) -> None:
@@ -140,7 +138,7 @@ def test_unknown_model_type(tmp_path: Path, kind: str | None) -> None:
 
 def test_config_with_a_bad_value(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **VALUES, "hidden_size": "wide"}))
-    assert "is no valid llama config" in refused(tmp_path, random_seed=0)
+    assert "is no valid llama config" in refused(tmp_path, random=True)
 
 
 def test_foreign_quantization(tmp_path: Path) -> None:
@@ -176,7 +174,7 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert open_model("someone/tiny").name == "someone/tiny"
-    open_model("someone/tiny", random_seed=1)
+    open_model("someone/tiny", random=True)
     assert asked == [("someone/tiny", True), ("someone/tiny", False)]
 
 

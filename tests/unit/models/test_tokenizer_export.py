@@ -34,7 +34,7 @@ CHAT = [{"role": "user", "content": "Hi there"}]
 
 def opened(text: TextFiles | None, **values: Any) -> OpenedModel:
     config = AutoConfig.for_model("llama", vocab_size=600)
-    return OpenedModel("m", config, RandomSource({}, 0, FLOAT32), "float32", {}, text, **values)
+    return OpenedModel("m", config, RandomSource({}, FLOAT32), "float32", {}, text, **values)
 
 
 def plan(text: Text | None) -> Plan:

@@ -52,6 +52,30 @@ def test_refuses_edited_plans(tmp_path: Path, changes: dict[str, Any], message: 
         read_plan(tmp_path / "plan")
 
 
+RANDOM = {"file": "weights.safetensors", "bytes": 64, "sha256": "", "random": True}
+ENTRY = {"file": "weights.safetensors", "offset": 0, "bytes": 64, "shape": [4, 4], "layout": "rows", "fill": "f"}
+
+
+@pytest.mark.parametrize(
+    ("fills", "message"),
+    [
+        ({}, "unknown fill 'f'"),
+        ({"f": {"keep": "ff", "value": "0000"}}, "one length"),
+        ({"f": {"keep": "xx", "value": "00"}}, "one length"),
+        ({"f": {"keep": "", "value": ""}}, "one length"),
+        ({"f": {"keep": "ff", "value": "00"}}, "no seed"),
+    ],
+)
+def test_refuses_random_weights_that_cant_be_made(tmp_path: Path, fills: dict[str, Any], message: str) -> None:
+    write_sample_plan(tmp_path / "plan")
+    weights = {"w": {**ENTRY, "encoding": {"kind": "float32"}}}
+    model = json.loads((tmp_path / "plan" / "plan.json").read_text())["model"]
+    seeded = model if message == "no seed" else model | {"random_weights": 1}
+    _edit(tmp_path / "plan", weight_files=[RANDOM], weights=weights, fills=fills, model=seeded)
+    with pytest.raises(UserError, match=message):
+        read_plan(tmp_path / "plan")
+
+
 @pytest.mark.parametrize("file", ["kernels/cpu.so", "weights.safetensors", "tokenizer.json"])
 def test_refuses_missing_files(tmp_path: Path, file: str) -> None:
     write_sample_plan(tmp_path / "plan")

@@ -1,0 +1,77 @@
+"""How a random weight is made from random bytes: which bits stay random, and what the others are."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..kernels_templates.packing import block_dtype
+from ..runtime.encodings import Array, EncodedArray, Encoding
+from ..runtime.plan import RandomFill
+from .lowered import Weight
+from .lowering import weight_shape
+
+DEVIATION = 0.02
+"""Of every random weight that is not a norm's, about."""
+
+
+def fill_name(weight: Weight) -> str:
+    """The name of a weight's fill: weights of one encoding share one, but norms are near 1."""
+    encoding = weight.param.recipe.encoding
+    assert encoding is not None
+    return f"{encoding.name}-near-1" if _is_norm(weight) else encoding.name
+
+
+def random_fill(weight: Weight) -> RandomFill:
+    """The fill of a weight, whatever its layout: all layouts of floats are made of floats, and those of affine codes of
+    blocks whose code bytes are all random.
+    """
+    encoding = weight.param.recipe.encoding
+    assert encoding is not None
+    if encoding.kind == "affine":
+        return _affine(encoding)
+    return _NEAR_ONE if _is_norm(weight) else _FLOATS[encoding.kind]
+
+
+def _is_norm(weight: Weight) -> bool:
+    """Vectors named `weight` are norms'."""
+    return len(weight_shape(weight)) == 1 and weight.param.value.name.endswith("weight")
+
+
+def _words(keep: int, value: int, size: int) -> RandomFill:
+    return RandomFill(keep.to_bytes(size, "little").hex(), value.to_bytes(size, "little").hex())
+
+
+_FLOATS = {
+    # The sign, the lowest bit of the exponent and the mantissa are random: +-[2^-7, 2^-5).
+    "float32": _words(0x80FFFFFF, 120 << 23, 4),
+    "bfloat16": _words(0x80FF, 120 << 7, 2),
+    "float16": _words(0x87FF, 8 << 10, 2),
+}
+_NEAR_ONE = _words(0x0007FFFF, 127 << 23, 4)
+"""Float32 in [1, 1 + 1/16)."""
+
+
+def _affine(encoding: Encoding) -> RandomFill:
+    """Every code is equally likely, or every odd one where zero is between two odd codes; scales and minima are
+    constants that center the values.
+    """
+    odd = not encoding.has_minimum and encoding.bits < 8
+    used: Array = np.arange(odd, 1 << encoding.bits, 1 + odd, dtype=np.uint8)
+    if encoding.bits == 8:
+        used = used.view(np.int8)
+    codes = np.resize(used, math.lcm(len(used), encoding.group))
+    once = np.ones(len(codes) // encoding.group, np.float32)
+    units = EncodedArray(encoding, codes, once, np.zeros_like(once) if encoding.has_minimum else None).decode()
+    scale = DEVIATION / float(units.std())
+    keep, value = np.zeros(1, block_dtype(encoding)), np.zeros(1, block_dtype(encoding))
+    for name in keep.dtype.names or ():
+        if name not in ("scale", "minimum"):
+            keep[name] = 0xFFFFFFFF
+    if odd:
+        keep["codes"], value["codes"] = 0xEEEEEEEE, 0x11111111
+    value["scale"] = scale
+    if encoding.has_minimum:
+        value["minimum"] = -scale * float(units.mean())
+    return RandomFill(keep.tobytes().hex(), value.tobytes().hex())
