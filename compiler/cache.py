@@ -26,7 +26,7 @@ def content_key(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
+def cached(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
     """The cached file for `key`; where there is none, `make` writes it to a private path and it is moved into place.
 
     Safe with other processes on the same folder: both may build, and either's file is complete. Raises UserError if the

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from threading import Lock
 
 from ...kernels_templates.catalog import ArgSpec, KernelSpec
 from ...kernels_templates.registry import FAMILIES
@@ -86,6 +87,10 @@ class Compiler:
     command: tuple[str, ...]
     version: str = ""
 
+    @property
+    def is_gcc(self) -> bool:
+        return bool(self.version) and "clang" not in self.version
+
     def target_flags(self, level: IsaLevel) -> tuple[str, ...]:
         """Flags that choose the instruction set."""
         if "ziglang" in self.command:
@@ -134,10 +139,34 @@ def compile_object(source: str, level: IsaLevel, name: str, optimize: str = "-O3
     def make(path: Path) -> None:
         # Compiled under a fixed relative name, so that the object's bytes depend on nothing else.
         (path.parent / "kernel.cpp").write_text(source)
-        command = [*compiler.command, *flags, "-c", "kernel.cpp", "-o", path.name]
+        headers = _parsed_headers(compiler, flags) if _HEADERS[0] in source else ()
+        command = [*compiler.command, *flags, *headers, "-c", "kernel.cpp", "-o", path.name]
         _run(command, path.parent, f"compiling {name} for {level.name}")
 
     return cached(content_key(source, compiler.version, *flags), ".o", make)
+
+
+_HEADERS = ("#include <immintrin.h>", "#include <math.h>", "#include <stdint.h>", "#include <string.h>")
+_HEADERS_LOCK = Lock()
+
+
+def _parsed_headers(compiler: Compiler, flags: Sequence[str]) -> tuple[str, ...]:
+    """Options by which gcc reads the system headers parsed: it takes longer to parse them than to compile most kernels.
+
+    The object is the same with them and without.
+    """
+    if not compiler.is_gcc:
+        return ()
+    key = content_key("headers", compiler.version, *flags)
+    text = cached(key, ".h", lambda path: path.write_text("\n".join(_HEADERS)))
+
+    def make(path: Path) -> None:
+        command = [*compiler.command, *flags, "-x", "c++-header", str(text), "-o", path.name]
+        _run(command, path.parent, "parsing headers")
+
+    with _HEADERS_LOCK:
+        cached(key, ".h.gch", make)
+    return ("-include", str(text))
 
 
 def kernel_source_hash(kernel: KernelSpec) -> str:
