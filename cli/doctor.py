@@ -81,11 +81,11 @@ def _processor() -> list[Finding]:
     levels = [level.name for level in ISA_LEVELS if flags.issuperset(level.requires)]
     lacking = ", ".join(sorted(set(ISA_LEVELS[0].requires) - flags))
     problem = "" if levels else f"plans need {ISA_LEVELS[0].name}, and this processor lacks {lacking}"
-    cores, usable = os.cpu_count() or 1, usable_cores()
+    cpus, usable = os.cpu_count() or 1, usable_cores()
     return [
         Finding("machine", "processor", model[1] if model else "unknown"),
         Finding("machine", "instruction set", levels[-1] if levels else "older", problem),
-        Finding("machine", "cores", f"{cores}" if usable == cores else f"{cores}, {usable} of them for this process"),
+        Finding("machine", "cores", f"{cpus} CPUs, {usable} kernel thread{'s' * (usable > 1)} by default"),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..kernels_templates.render import Isa
 from ..runtime.errors import UserError
+from ..runtime.plan import IsaName
 from .shapes import Bounds
 
 FloatDType = Literal["float32", "float16", "bfloat16"]
@@ -17,7 +17,7 @@ class Target:
     """A kind of machine that plans run on."""
 
     name: str
-    isas: tuple[Isa, ...]
+    isas: tuple[IsaName, ...]
     """Instruction set levels that get a library each; the machine picks the last one that it has."""
     page_tokens: int = 16
     """Tokens in a page of the K/V cache."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import jinja2
 
+from ..runtime.plan import IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .expression import to_cpp
 from .registry import FAMILIES
-
-Isa = Literal["x86-64-v3", "x86-64-v4"]
 
 
 @cache
@@ -42,7 +40,7 @@ def signature(kernel: KernelSpec) -> str:
     return f'extern "C" void {kernel.symbol}({declared}, int32_t tid, int32_t threads)'
 
 
-def render(kernel: KernelSpec, isa: Isa) -> str:
+def render(kernel: KernelSpec, isa: IsaName) -> str:
     """The C++ source of a kernel for one ISA, headers included in the text, so that its hash identifies the object."""
     family = FAMILIES[kernel.family]
     return render_template(family.template, isa=isa, signature=signature(kernel), symbol=kernel.symbol, **kernel.params)

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import get_args
 
 from .errors import UserError
+from .plan import IsaName
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Env:
 
     debug: int = field(default=0, metadata={"doc": "0 to 4: how much to say of what each stage did"})
     cache: Path | None = field(default=None, metadata={"doc": "folder for compiled kernels; default ~/.cache/toolkit"})
-    mask_cpu_flags: tuple[str, ...] = field(
-        default=(), metadata={"doc": "CPU features, comma-separated, to do without, as /proc/cpuinfo names them"}
+    isa: IsaName | None = field(
+        default=None, metadata={"doc": "instruction set level to run plans at; default the best that the CPU has"}
     )
 
 
@@ -27,7 +29,7 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     return Env(
         debug=_level("TOOLKIT_DEBUG", environ.get("TOOLKIT_DEBUG", "")),
         cache=Path(environ["TOOLKIT_CACHE"]) if environ.get("TOOLKIT_CACHE") else None,
-        mask_cpu_flags=tuple(filter(None, environ.get("TOOLKIT_MASK_CPU_FLAGS", "").split(","))),
+        isa=_isa("TOOLKIT_ISA", environ.get("TOOLKIT_ISA", "")),
     )
 
 
@@ -42,3 +44,10 @@ def _level(name: str, text: str) -> int:
     if text not in ("0", "1", "2", "3", "4"):
         raise UserError(f"{name} must be 0 to 4, found {text!r}")
     return int(text)
+
+
+def _isa(name: str, text: str) -> IsaName | None:
+    level = next((level for level in get_args(IsaName) if level == text), None)
+    if text and level is None:
+        raise UserError(f"{name} must be {' or '.join(get_args(IsaName))}, found {text!r}")
+    return level

@@ -21,7 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_batched_tokens: int = 0
     """Token budget of a step; at most the largest bucket's."""
     threads: int = 0
-    """Kernel threads; 0 is one a core that this process may use, cgroup limits included."""
+    """Kernel threads; 0 is one a physical core that this process may use, within the CPU quota of its cgroups."""
     prefix_cache: bool = True
     verify: bool = True
     """Hash weight files and libraries when loading."""

@@ -21,6 +21,7 @@ MAJOR, MINOR = 1, 1
 Generator = Literal["cpp", "tvm"]
 """What wrote a kernel's machine code: a C++ template, or TVM."""
 IsaName = Literal["x86-64-v3", "x86-64-v4"]
+"""Instruction set levels of x86-64, as its psABI names them."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -23,7 +23,7 @@ from threading import Lock
 
 from ...kernels_templates.catalog import ArgSpec, KernelSpec
 from ...kernels_templates.registry import FAMILIES
-from ...kernels_templates.render import Isa, arguments, render, render_template, signature
+from ...kernels_templates.render import arguments, render, render_template, signature
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import (
     ArenaArg,
@@ -33,6 +33,7 @@ from ...runtime.plan import (
     ConstArg,
     DimArg,
     InputArg,
+    IsaName,
     Launch,
     Library,
     WeightArg,
@@ -48,7 +49,7 @@ SPINS = 4000
 class IsaLevel:
     """One instruction set level: how gcc and clang, and how zig spell it, and the CPU flags a machine must have."""
 
-    name: Isa
+    name: IsaName
     flags: tuple[str, ...]
     zig_flags: tuple[str, ...]
     requires: tuple[str, ...]
@@ -59,9 +60,9 @@ ISA_LEVELS: tuple[IsaLevel, ...] = (
     IsaLevel("x86-64-v3", ("-march=x86-64-v3",), ("-mcpu=x86_64_v3",), _V3),
     IsaLevel(
         "x86-64-v4",
-        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
-        ("-mcpu=x86_64_v4+avx512vnni+avx512bf16",),
-        (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
+        ("-march=x86-64-v4", "-mavx512vnni"),
+        ("-mcpu=x86_64_v4+avx512vnni",),
+        (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"),
     ),
 )
 

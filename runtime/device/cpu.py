@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..debug import debug, debug_phase
+from ..env import read_env
 from ..errors import InternalError, UserError
 from ..load import verify_file
 from ..options import EngineOptions
-from ..plan import Bucket, Library, Plan
+from ..plan import Bucket, IsaName, Library, Plan
 from ..random_weights import fill_random
 from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
 from .base import Ticket
@@ -62,7 +63,7 @@ class CpuDevice:
         self.plan = plan
         self.threads = options.threads or usable_cores()
         budget = _budget(options)
-        library = choose_library(plan.libraries, cpu_flags())
+        library = choose_library(plan.libraries, cpu_flags(), read_env().isa)
         with debug_phase(f"Kernels ({library.isa}, {self.threads} threads)"):
             if options.verify:
                 verify_file(directory, library.file, library.sha256)
@@ -218,14 +219,22 @@ def find_bucket(plan: Plan, batch: StepBatch) -> Bucket:
     raise InternalError(f"no bucket fits a step of {size[0]} tokens, {size[1]} sequences and {size[2]} rows")
 
 
-def choose_library(libraries: Sequence[Library], flags: frozenset[str]) -> Library:
-    """The last library that a CPU with these flags can run; raises UserError naming what is missing if none."""
-    usable = [library for library in libraries if flags.issuperset(library.requires)]
+def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: IsaName | None = None) -> Library:
+    """The library of the wanted level, or else the last one that a CPU with these flags can run.
+
+    Raises UserError naming what the CPU or the plan lacks.
+    """
+    offered = [library for library in libraries if wanted in (None, library.isa)]
+    if not offered:
+        held = ", ".join(library.isa for library in libraries)
+        raise UserError(f"TOOLKIT_ISA asks for {wanted}, but this plan holds code for {held}: unset it")
+    usable = [library for library in offered if flags.issuperset(library.requires)]
     if usable:
         return usable[-1]
-    lowest = libraries[0]
-    missing = ", ".join(sorted(set(lowest.requires) - flags))
-    raise UserError(f"this plan needs an {lowest.isa} CPU, but this one lacks {missing}")
+    missing = ", ".join(sorted(set(offered[0].requires) - flags))
+    if wanted is not None:
+        raise UserError(f"TOOLKIT_ISA asks for {wanted}, but this CPU lacks {missing}: unset it")
+    raise UserError(f"this plan needs an {offered[0].isa} CPU, but this one lacks {missing}")
 
 
 def plan_pages(plan: Plan, budget: int) -> tuple[int, ...]:

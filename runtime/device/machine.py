@@ -1,55 +1,82 @@
-"""What this machine offers: usable cores, CPU flags and available memory, with cgroup limits."""
+"""What this machine offers: cores, CPU flags and available memory, within this process's cgroup limits."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from ..env import read_env
-
-_CGROUP = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
 
 
-def usable_cores(root: Path = _CGROUP) -> int:
-    """Cores this process may use: its affinity mask, lowered to a cgroup CPU quota, at least 1."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _cpu_quota(root)
-    return max(1, cores if quota is None else min(cores, math.floor(quota + 0.5)))
+def usable_cores(root: Path = _ROOT) -> int:
+    """Kernel threads worth starting: the physical cores in this process's affinity mask, and no more than the CPU
+    quota of its cgroups, rounded up; at least 1.
+
+    Threads of one core share its vector units and caches, so a second one would only add barriers to wait at. `root`
+    is where proc and sys are mounted.
+    """
+    cores = len({_siblings(root, cpu) for cpu in os.sched_getaffinity(0)})
+    return max(1, min([cores, *(math.ceil(quota) for quota in _cpu_quotas(root))]))
 
 
-def _cpu_quota(root: Path) -> float | None:
-    try:  # cgroup v2
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:  # cgroup v1
-        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return limit / int((root / "cpu/cpu.cfs_period_us").read_text()) if limit > 0 else None
-    except (OSError, ValueError):
-        return None
+def _siblings(root: Path, cpu: int) -> str:
+    """The hardware threads of a CPU's core, as the kernel writes them."""
+    try:
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _cpu_quotas(root: Path) -> Iterator[float]:
+    """CPUs that each limited cgroup of this process may use."""
+    for folder in _cgroups(root, "cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):  # cgroup v2, v1
+            try:
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
+            except (OSError, ValueError, ZeroDivisionError):
+                continue
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup with a controller and of those above it, whose limits hold as well.
+
+    A container may see the path of its cgroup on the host, of which only the mounted end exists.
+    """
+    mount = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            top = mount / controller if controllers else mount
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """Feature flags as /proc/cpuinfo names them; those in $TOOLKIT_MASK_CPU_FLAGS (comma-separated) are left out."""
+    """Feature flags as /proc/cpuinfo names them."""
     text = Path("/proc/cpuinfo").read_text()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split()) - frozenset(read_env().mask_cpu_flags)
+    return frozenset(line.partition(":")[2].split())
 
 
-def available_memory(root: Path = _CGROUP) -> int:
-    """Bytes that could be allocated now without swapping, within the cgroup's limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes that could be allocated now without swapping, within the limits of this process's cgroups."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            available = min(available, max(0, int((root / limit).read_text()) - int((root / usage).read_text())))
-        except (OSError, ValueError):
-            continue
+    for folder in _cgroups(root, "memory"):
+        for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            try:
+                room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            except (OSError, ValueError):  # no such file, or "max"
+                continue
+            available = min(available, max(0, room))
     return available

@@ -25,7 +25,8 @@ from toolkit.compiler.cache import cached, content_key
 from toolkit.compiler.codegen.cpu import ISA_LEVELS, compile_object, find_compiler
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.registry import FAMILIES
-from toolkit.kernels_templates.render import Isa, arguments, render
+from toolkit.kernels_templates.render import arguments, render
+from toolkit.runtime.plan import IsaName
 
 Array = npt.NDArray[Any]
 
@@ -43,11 +44,11 @@ def _cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
-def _native(isa: Isa) -> bool:
+def _native(isa: IsaName) -> bool:
     return set(_LEVELS[isa].requires) <= _cpu_flags()
 
 
-def isas() -> list[Isa]:
+def isas() -> list[IsaName]:
     """The ISA levels whose code can run here."""
     emulated = _SIMDE.exists() and shutil.which("g++") is not None
     return [isa for isa in _LEVELS if _native(isa) or (isa == "x86-64-v4" and emulated)]
@@ -80,7 +81,7 @@ def _convert(ctype: str, value: Array | int | float) -> Any:
 
 
 @cache
-def load_kernel(spec: KernelSpec, isa: Isa = "x86-64-v3") -> Kernel:
+def load_kernel(spec: KernelSpec, isa: IsaName = "x86-64-v3") -> Kernel:
     """The compiled kernel, from the cache if it was compiled before."""
     source, level, optimize = _EXPORT + render(spec, isa), _LEVELS[isa], "-O3"
     if not _native(isa):  # emulation compiles several times slower at -O3

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.reference import KvDType, PagedCache, attention, restore, store
-from toolkit.kernels_templates.render import Isa
+from toolkit.runtime.plan import IsaName
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -53,7 +53,7 @@ class Batch:
     context: list[int]
     sinks: Floats
 
-    def run(self, isa: Isa, chosen: list[tuple[int, int, int]], threads: int = 1) -> list[Floats]:
+    def run(self, isa: IsaName, chosen: list[tuple[int, int, int]], threads: int = 1) -> list[Floats]:
         """Results of steps (sequence, first query position, end position), all in one call."""
         shape, scale = self.shape, 1.0 / np.sqrt(self.shape.key_dim)
         q = aligned(np.concatenate([self.q[s][first:end] for s, first, end in chosen]))
@@ -140,7 +140,7 @@ CASES = [(name, isa) for name in SHAPES for isa in isas() if isa == "x86-64-v3" 
 
 
 @pytest.mark.parametrize(("name", "isa"), CASES)
-def test_decode_and_prefill_match_numpy(name: str, isa: Isa) -> None:
+def test_decode_and_prefill_match_numpy(name: str, isa: IsaName) -> None:
     batch = make_batch(SHAPES[name], [1, 200, 63, 64, 65, 130])
     chosen = [(0, 0, 1), (1, 150, 200), (2, 62, 63), (3, 0, 64), (4, 64, 65), (5, 129, 130)]
     for got, want in zip(batch.run(isa, chosen), batch.expected(chosen), strict=True):
@@ -166,7 +166,7 @@ def test_a_query_is_the_same_to_the_bit_in_any_batch_and_chunking(
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_decode_is_prefill_to_the_bit(isa: Isa) -> None:
+def test_decode_is_prefill_to_the_bit(isa: IsaName) -> None:
     batch = make_batch(SHAPES["smollm"], [70])
     (whole,) = batch.run(isa, [(0, 0, 70)])
     steps = [batch.run(isa, [(0, t, t + 1)], threads=2)[0] for t in range(70)]
@@ -174,7 +174,7 @@ def test_decode_is_prefill_to_the_bit(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: Isa) -> None:
+def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: IsaName) -> None:
     batch = make_batch(SHAPES["smollm"], [80, 80])
     batch.q[0] *= 1e4
     batch.q[1][3] = np.nan
@@ -186,7 +186,7 @@ def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: Isa) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_kv_write(dtype: KvDType, isa: Isa) -> None:
+def test_kv_write(dtype: KvDType, isa: IsaName) -> None:
     rng = np.random.default_rng(1)
     tokens, heads, key_dim, value_dim, page_tokens = 37, 3, 40, 24, 32
     k, v = random_floats(rng, tokens, heads * key_dim + 5), random_floats(rng, tokens, heads * value_dim)

@@ -18,7 +18,7 @@ from toolkit.kernels_templates import expression as ex
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.packing import q8_pack, q8_row_bytes, q8_unpack
 from toolkit.kernels_templates.reference import KvDType, PagedCache
-from toolkit.kernels_templates.render import Isa
+from toolkit.runtime.plan import IsaName
 from toolkit.runtime.step import ROW
 
 Floats = npt.NDArray[np.float32]
@@ -29,7 +29,7 @@ one_isa = pytest.mark.parametrize("isa", ["x86-64-v3"])
 """For kernels that do with vectors only what the others do: emulation is slow to compile."""
 
 
-def load(isa: Isa, family: str, **params: ParamValue) -> Kernel:
+def load(isa: IsaName, family: str, **params: ParamValue) -> Kernel:
     return load_kernel(KernelSpec(family, params), isa)
 
 
@@ -60,7 +60,7 @@ UNBOUNDED = ("gelu", "gelu_tanh", "silu", "quick_gelu")
 """Products of x and a gate: the tail is exact in an absolute sense only, and at -inf anything goes."""
 
 
-def pointwise(isa: Isa, expression: str, **kinds: str) -> Kernel:
+def pointwise(isa: IsaName, expression: str, **kinds: str) -> Kernel:
     return load(isa, "pointwise", expr=expression, **{f"in{i}": kinds.get(f"in{i}", "") for i in range(8)})
 
 
@@ -99,7 +99,7 @@ def exact(operator: str, *args: Floats) -> Wide:
 
 
 @every_isa
-def test_unary_operators(isa: Isa) -> None:
+def test_unary_operators(isa: IsaName) -> None:
     operators = sorted(ex.UNARY)
     kernel = pointwise(isa, choose(operators, "in1"), in0="1", in1="t")
     rng = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_unary_operators(isa: Isa) -> None:
 
 
 @every_isa
-def test_angles_stay_exact_far_out(isa: Isa) -> None:
+def test_angles_stay_exact_far_out(isa: IsaName) -> None:
     operators = sorted(ex.UNARY)
     kernel = pointwise(isa, choose(operators, "in1"), in0="1", in1="t")
     x = (np.random.default_rng(0).standard_normal(4000) * 1e8).astype(np.float32)
@@ -125,7 +125,7 @@ def test_angles_stay_exact_far_out(isa: Isa) -> None:
 
 
 @every_isa
-def test_binary_and_ternary_operators(isa: Isa) -> None:
+def test_binary_and_ternary_operators(isa: IsaName) -> None:
     operators = sorted(ex.BINARY)
     kernel = pointwise(isa, choose(operators, "in1 in2"), in0="1", in1="t", in2="t")
     left, right = (grid.ravel().astype(np.float32) for grid in np.meshgrid(EXTREME, EXTREME))
@@ -146,7 +146,7 @@ def test_binary_and_ternary_operators(isa: Isa) -> None:
 
 @one_isa
 @pytest.mark.parametrize("shape", [(1, 5), (3, 1000), (70, 1)])
-def test_pointwise_broadcasts(shape: tuple[int, int], isa: Isa) -> None:
+def test_pointwise_broadcasts(shape: tuple[int, int], isa: IsaName) -> None:
     rng = np.random.default_rng(0)
     rows, width = shape
     full, across, down = random_floats(rng, rows, width), random_floats(rng, width), random_floats(rng, rows)
@@ -184,7 +184,7 @@ def reference_norm(x: Floats, kind: ParamValue, eps: float) -> Wide:
 @every_isa
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("width", [32, 576, 1120])
-def test_norm(name: str, width: int, isa: Isa) -> None:
+def test_norm(name: str, width: int, isa: IsaName) -> None:
     rng = np.random.default_rng(width)
     params, rows, eps, offset = NORM_DEFAULTS | NORMS[name], 5, 1e-5, 1.0
     x, residual = random_floats(rng, rows, width, scale=3), random_floats(rng, rows, width)
@@ -230,7 +230,7 @@ def assert_q8(packed: npt.NDArray[np.uint8], want: Wide) -> None:
 
 
 @one_isa
-def test_norm_passes_nan_on(isa: Isa) -> None:
+def test_norm_passes_nan_on(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 2, 576)
     x[1, 3] = np.nan
     out = Guarded(x.shape, np.float32)
@@ -241,7 +241,7 @@ def test_norm_passes_nan_on(isa: Isa) -> None:
 
 @every_isa
 @pytest.mark.parametrize(("kind", "float_out", "q8_out"), [("silu", False, True), ("gelu_tanh", True, True)])
-def test_act_mul(kind: str, float_out: bool, q8_out: bool, isa: Isa) -> None:
+def test_act_mul(kind: str, float_out: bool, q8_out: bool, isa: IsaName) -> None:
     rng = np.random.default_rng(0)
     rows, width = 3, 1536
     x = random_floats(rng, rows, 2 * width, scale=2)
@@ -258,7 +258,7 @@ def test_act_mul(kind: str, float_out: bool, q8_out: bool, isa: Isa) -> None:
 
 @one_isa
 @pytest.mark.parametrize("width", [5, 40])
-def test_act_mul_of_any_width(width: int, isa: Isa) -> None:
+def test_act_mul_of_any_width(width: int, isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 7, 2 * width)
     out = Guarded((7, width), np.float32)
     load(isa, "act_mul", kind="relu2", float_out=True, q8_out=False)(x, out.array, 7, width, threads=2)
@@ -287,7 +287,7 @@ def angles(rng: np.random.Generator, tokens: int, half: int) -> tuple[Floats, Fl
 
 @one_isa
 @pytest.mark.parametrize(("head_dim", "rotary", "style"), [(64, 64, "half"), (80, 24, "half"), (40, 20, "pair")])
-def test_rope(head_dim: int, rotary: int, style: str, isa: Isa) -> None:
+def test_rope(head_dim: int, rotary: int, style: str, isa: IsaName) -> None:
     rng = np.random.default_rng(0)
     tokens, heads, stride = 6, 3, 3 * head_dim + 7
     x, (cos, sin) = random_floats(rng, tokens, stride), angles(rng, tokens, rotary // 2)
@@ -318,7 +318,7 @@ DTYPES: Mapping[str, KvDType] = {"plain": "float32", "qk norm": "float16", "no r
 
 @every_isa
 @pytest.mark.parametrize("name", ROPE_WRITES)
-def test_rope_kv_write(name: str, isa: Isa) -> None:
+def test_rope_kv_write(name: str, isa: IsaName) -> None:
     rng, params = np.random.default_rng(0), ROPE_WRITES[name]
     dim, rotary, dtype = int(params["head_dim"]), int(params["rotary"]), DTYPES[name]
     tokens, heads, kv_heads, page_tokens, eps, offset = 9, 6, 2, 16, 1e-5, 1.0
@@ -354,7 +354,7 @@ def test_rope_kv_write(name: str, isa: Isa) -> None:
 
 
 @one_isa
-def test_take_rows(isa: Isa) -> None:
+def test_take_rows(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 9, 70)
     rows = np.zeros(4, ROW)
     rows["token"] = [0, 3, 7, 8]
@@ -365,7 +365,7 @@ def test_take_rows(isa: Isa) -> None:
 
 
 @one_isa
-def test_copy_between_strides(isa: Isa) -> None:
+def test_copy_between_strides(isa: IsaName) -> None:
     x, out = random_floats(np.random.default_rng(0), 5, 40), Guarded((5, 30), np.float32)
     load(isa, "copy")(x, out.array, 5, 13, 40, 4, 30, 9, threads=2)
     out.check()
@@ -382,7 +382,7 @@ def awkward_rows(width: int, seed: int) -> Floats:
 @one_isa
 @given(st.integers(1, 150), st.integers(1, 6), st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)
-def test_reduce(isa: Isa, width: int, threads: int, seed: int) -> None:
+def test_reduce(isa: IsaName, width: int, threads: int, seed: int) -> None:
     x = awkward_rows(width, seed)
     wide = x.astype(np.float64)
     for operation, want in (("sum", wide.sum(1)), ("mean", wide.mean(1)), ("max", wide.max(1))):
@@ -395,7 +395,7 @@ def test_reduce(isa: Isa, width: int, threads: int, seed: int) -> None:
 @every_isa
 @given(st.integers(1, 150), st.integers(1, 6), st.integers(0, 2**32 - 1))
 @settings(max_examples=25, deadline=None)
-def test_softmax(isa: Isa, width: int, threads: int, seed: int) -> None:
+def test_softmax(isa: IsaName, width: int, threads: int, seed: int) -> None:
     x = awkward_rows(width, seed)
     out = Guarded(x.shape, np.float32)
     load(isa, "softmax")(x, out.array, 5, width, threads=threads)

@@ -8,9 +8,9 @@ from cpu.kernels.harness import Guarded, Kernel, aligned, isas, load_kernel, ran
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.expression import evaluate, parse
 from toolkit.kernels_templates.packing import Layout, pack, q8_pack, q8_row_bytes, q8_unpack
-from toolkit.kernels_templates.render import Isa
 from toolkit.runtime import encodings
 from toolkit.runtime.encodings import EncodedArray, Encoding
+from toolkit.runtime.plan import IsaName
 
 Floats = npt.NDArray[np.float32]
 
@@ -55,7 +55,7 @@ def random_weight(rng: np.random.Generator, encoding: Encoding, rows: int, colum
 
 
 def linear(
-    encoding: Encoding, isa: Isa = "x86-64-v3", bias: bool = False, epilogue: str = "", extras: str = ""
+    encoding: Encoding, isa: IsaName = "x86-64-v3", bias: bool = False, epilogue: str = "", extras: str = ""
 ) -> Kernel:
     """The kernel; `extras` has a letter for each extra input."""
     kinds = {f"extra{i + 1}": extras[i : i + 1] for i in range(4)}
@@ -94,7 +94,7 @@ def tolerance(weight: EncodedArray, x: npt.NDArray[np.float64]) -> npt.NDArray[n
 @pytest.mark.parametrize(
     ("rows", "outputs", "columns"), [(1, 80, 64), (1, 161, 2048), (3, 37, 128), (70, 19, 1152), (17, 5, 96)]
 )
-def test_linear_is_the_product(encoding: Encoding, isa: Isa, rows: int, outputs: int, columns: int) -> None:
+def test_linear_is_the_product(encoding: Encoding, isa: IsaName, rows: int, outputs: int, columns: int) -> None:
     columns = -(-columns // max(encoding.group, 1)) * max(encoding.group, 1)
     rng = np.random.default_rng(rows)
     x, weight = random_floats(rng, rows, columns), random_weight(rng, encoding, outputs, columns)
@@ -106,7 +106,7 @@ def test_linear_is_the_product(encoding: Encoding, isa: Isa, rows: int, outputs:
 
 @pytest.mark.parametrize(("encoding", "isa"), [case for case in CASES if case[0].kind != "affine"], ids=name)
 @pytest.mark.parametrize("columns", [1, 7, 33])
-def test_float_weights_take_any_number_of_columns(encoding: Encoding, isa: Isa, columns: int) -> None:
+def test_float_weights_take_any_number_of_columns(encoding: Encoding, isa: IsaName, columns: int) -> None:
     rng = np.random.default_rng(columns)
     x, weight = random_floats(rng, 8, columns), random_weight(rng, encoding, 20, columns)
     expected = x.astype(np.float64) @ weight.decode().astype(np.float64).T
@@ -114,7 +114,7 @@ def test_float_weights_take_any_number_of_columns(encoding: Encoding, isa: Isa, 
 
 
 @pytest.mark.parametrize(("encoding", "isa"), CASES, ids=name)
-def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa: Isa) -> None:
+def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa: IsaName) -> None:
     """Batched equals alone, bit for bit."""
     rng = np.random.default_rng(5)
     columns = max(1152, encoding.group * 9)
@@ -128,7 +128,7 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa:
 
 @pytest.mark.parametrize(("encoding", "isa"), [case for case in CASES if case[0].kind == "affine"], ids=name)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_largest_codes_do_not_overflow(encoding: Encoding, isa: Isa, rows: int) -> None:
+def test_largest_codes_do_not_overflow(encoding: Encoding, isa: IsaName, rows: int) -> None:
     columns = max(64, encoding.group)
     x = np.ones((rows, columns), np.float32)
     x[:, 1::2] = 1 - 2 * (np.arange(rows, dtype=np.float32)[:, None] % 2)
@@ -156,7 +156,7 @@ def test_nan_reaches_what_depends_on_it_and_nothing_else(encoding: Encoding, row
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("rows", [1, 9])
-def test_epilogue_sees_bias_and_extras(isa: Isa, rows: int) -> None:
+def test_epilogue_sees_bias_and_extras(isa: IsaName, rows: int) -> None:
     rng, outputs = np.random.default_rng(3), 43
     x, weight = random_floats(rng, rows, 64), random_weight(rng, encodings.Q4_1, outputs, 64)
     bias, column = random_floats(rng, outputs), random_floats(rng, outputs)
@@ -175,7 +175,7 @@ def test_epilogue_sees_bias_and_extras(isa: Isa, rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_quantize_equals_the_reference_whatever_the_threads(isa: Isa) -> None:
+def test_quantize_equals_the_reference_whatever_the_threads(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(1), 5, 96)
     x[2, 32:64] = 0
     x[3] *= np.float32(1e20)
@@ -187,7 +187,7 @@ def test_quantize_equals_the_reference_whatever_the_threads(isa: Isa) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-def test_quantize_keeps_nan_in_its_group(isa: Isa) -> None:
+def test_quantize_keeps_nan_in_its_group(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(1), 1, 96)
     x[0, 40] = np.nan
     out = Guarded((1, q8_row_bytes(96)), np.uint8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.reference import SampleRow, kept_probabilities, philox, scores_of, uniform
-from toolkit.kernels_templates.render import Isa
+from toolkit.runtime.plan import IsaName
 from toolkit.runtime.step import MAX_TOP, RESULT, ROW
 
 Floats = npt.NDArray[np.float32]
@@ -59,7 +59,7 @@ def pack(rows: list[SampleRow], top_n: int, logprobs: list[Floats]) -> tuple[Arr
 def run(
     logits: Floats,
     rows: list[SampleRow],
-    isa: Isa = "x86-64-v3",
+    isa: IsaName = "x86-64-v3",
     *,
     top_n: int = 0,
     full: bool = False,
@@ -115,7 +115,7 @@ def test_philox_matches_the_published_vectors() -> None:
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 7, 1000, 5003])
-def test_greedy_scoring_and_logprobs(size: int, kind: str, isa: Isa) -> None:
+def test_greedy_scoring_and_logprobs(size: int, kind: str, isa: IsaName) -> None:
     rng = np.random.default_rng(size)
     logits = make_logits(rng, 4, size, kind)
     want = log_softmax(logits)
@@ -191,7 +191,7 @@ def test_draws_follow_the_distribution(row: SampleRow, kind: str, size: int, mas
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("kind", KINDS)
-def test_filters_on_a_real_vocabulary(kind: str, isa: Isa) -> None:
+def test_filters_on_a_real_vocabulary(kind: str, isa: IsaName) -> None:
     logits = make_logits(np.random.default_rng(5), 1, 49157, kind)
     plain = SampleRow(temperature=0.8, seed=9, index=3)
     few, many = replace(plain, top_k=50), replace(plain, top_k=3000)
@@ -223,7 +223,7 @@ def test_every_token_of_a_uniform_row_can_be_drawn() -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_are_reported(bad: float, isa: Isa) -> None:
+def test_logits_that_are_not_finite_are_reported(bad: float, isa: IsaName) -> None:
     logits = make_logits(np.random.default_rng(0), 3, 1234, "flat")
     logits[1, 777] = bad
     row = SampleRow(temperature=1.0, top_k=5)

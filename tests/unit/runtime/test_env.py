@@ -11,21 +11,24 @@ from toolkit.runtime.errors import UserError
 
 
 def test_defaults() -> None:
-    assert read_env({}) == Env() == read_env({"TOOLKIT_DEBUG": "", "TOOLKIT_CACHE": "", "TOOLKIT_MASK_CPU_FLAGS": ""})
+    assert read_env({}) == Env() == read_env({"TOOLKIT_DEBUG": "", "TOOLKIT_CACHE": "", "TOOLKIT_ISA": ""})
 
 
 def test_values() -> None:
-    environ = {"TOOLKIT_DEBUG": "3", "TOOLKIT_CACHE": "/a/b", "TOOLKIT_MASK_CPU_FLAGS": "avx512f,avx2", "OTHER": "x"}
-    assert read_env(environ) == Env(debug=3, cache=Path("/a/b"), mask_cpu_flags=("avx512f", "avx2"))
+    environ = {"TOOLKIT_DEBUG": "3", "TOOLKIT_CACHE": "/a/b", "TOOLKIT_ISA": "x86-64-v3", "OTHER": "x"}
+    assert read_env(environ) == Env(debug=3, cache=Path("/a/b"), isa="x86-64-v3")
 
 
-@pytest.mark.parametrize("text", ["5", "-1", "yes", "1.0"])
-def test_a_value_that_cannot_be_used_is_refused_by_name(text: str) -> None:
-    with pytest.raises(UserError, match="TOOLKIT_DEBUG"):
-        read_env({"TOOLKIT_DEBUG": text})
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("TOOLKIT_DEBUG", text) for text in ("5", "-1", "yes", "1.0")), ("TOOLKIT_ISA", "avx2"), ("TOOLKIT_ISA", "v4")],
+)
+def test_a_value_that_cannot_be_used_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(UserError, match=name):
+        read_env({name: text})
 
 
 def test_every_variable_is_explained() -> None:
     described = describe_env()
-    assert set(described) == {"TOOLKIT_DEBUG", "TOOLKIT_CACHE", "TOOLKIT_MASK_CPU_FLAGS"}
+    assert set(described) == {"TOOLKIT_DEBUG", "TOOLKIT_CACHE", "TOOLKIT_ISA"}
     assert all(described.values())
