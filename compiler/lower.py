@@ -154,12 +154,14 @@ def _add_norm(low: Lowering, op: Op) -> None:
 def _emit_norm(low: Lowering, op: Op, x: Value, residual: Value | None, weights: Sequence[Value]) -> None:
     result = op.outputs[-1]
     rows, width = rows_and_width(result)
-    if any(weight.type.shape != (width,) for weight in weights):
-        raise Unsupported(f"a norm over {width} columns with weights {', '.join(str(w.type) for w in weights)}")
+    shapes = {weight.type.shape for weight in weights}
+    if len(shapes) > 1:
+        raise Unsupported(f"a norm whose weight and bias differ in shape: {', '.join(str(w.type) for w in weights)}")
     args: dict[str, Argument] = {
         "x": low.pointer(x),
         "rows": dim(rows),
         "W": ConstArg(width),
+        "weight_rows": ConstArg(prod(static(size) for shape in shapes for size in shape[:-1])),
         "eps": ConstArg(float_attr(op.attrs, "eps")),
         "offset": ConstArg(float_attr(op.attrs, "offset")),
     }
@@ -208,8 +210,8 @@ def _pointwise(low: Lowering, op: Op) -> None:
 def broadcast_forms(out: Shape, inputs: Sequence[Shape]) -> tuple[int, list[str]]:
     """Where to split the result's axes into rows and columns so that every input broadcasts over one side only.
 
-    Returns the first column axis, and for each input "t" (every element), "n" (one row) or "1" (one column). Raises
-    Unsupported if there is no such axis.
+    Returns the first column axis, and for each input "t" (every element), "n" (one row), "1" (one column) or "s" (a
+    single number). Raises Unsupported if there is no such axis.
     """
     last = len(out) + (not out or isinstance(out[-1], Sym))
     for axis in (*range(1, last), 0):
@@ -226,6 +228,8 @@ def _form(out: Shape, shape: Shape, axis: int) -> str:
     full = (1,) * (len(out) - len(shape)) + shape
     if full == out:
         return "t"
+    if all(size == 1 for size in full):
+        return "s"
     if full[axis:] == out[axis:] and all(size == 1 for size in full[:axis]):
         return "n"
     if full[:axis] == out[:axis] and all(size == 1 for size in full[axis:]):
@@ -297,6 +301,8 @@ def _rope_kv_write(low: Lowering, op: Op) -> None:
         "offset": ConstArg(float_attr(op.attrs, "offset")),
     }
     width = int_attr(op.attrs, "head_dim")
+    if has_norm:
+        args["weight_stride"] = ConstArg(width if len(rest[-1].type.shape) > 1 else 0)
     params: dict[str, ParamValue] = {
         "head_dim": width,
         "rotary": 2 * static(rest[0].type.shape[1]) if has_rope else 0,

@@ -165,7 +165,9 @@ class RopeKvWrite(OpSpec):
             )
             expect(good, "cos[T, Dr/2] and sin[T, Dr/2]", types)
         if has_norm:
-            expect(all(t.shape == (width,) for t in types[-3:-1]), f"q and k norm weights [{width}]", types)
+            shapes = [t.shape for t in types[-3:-1]]
+            good = shapes in ([(width,), (width,)], [(heads, width), (kv_heads, width)])
+            expect(good, f"q and k norm weights [{width}], or one for each head", types)
         return (TensorType(types[0].dtype, (tokens, heads, width)), CACHE)
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Any, ...]:

@@ -114,6 +114,7 @@ def _norm(q: _Head, k: _Head, v: _Head) -> tuple[tuple[Value, ...], Attrs]:
     if attrs != k.norm.attrs or attrs["kind"] not in NORM_KINDS or not attrs["has_weight"] or attrs["has_bias"]:
         raise _NoMatchError("queries and keys have norms of a form that the fused op lacks")
     weights = (q.norm.inputs[1], k.norm.inputs[1])
-    if any(weight.type.shape != (q.width,) for weight in weights):
-        raise _NoMatchError("the norm's weights are not shared by all heads")
+    shapes = [weight.type.shape for weight in weights]
+    if shapes not in ([(q.width,)] * 2, [(q.heads, q.width), (k.heads, k.width)]):
+        raise _NoMatchError("the norm's weights are neither shared by all heads nor one for each")
     return weights, {"has_qk_norm": True, **{name: attrs[name] for name in ("kind", "eps", "offset")}}

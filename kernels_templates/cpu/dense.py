@@ -81,11 +81,11 @@ NORM = Family(
         *(_in("x"), _in("residual", "has_residual")),
         *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
         *(_out("sum_out", "has_residual"), _out("out", "float_out"), _q8("q8_out")),
-        *(_dim("rows"), _int("W"), _float("eps"), _float("offset")),
+        *(_dim("rows"), _int("W"), _int("weight_rows"), _float("eps"), _float("offset")),
     ),
     ops=("norm", "add_norm"),
     doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias, as floats, as q8 "
-    "or both. q8 needs W to be a multiple of 32.",
+    "or both. Row r takes row r % weight_rows of weight and bias [weight_rows, W]. q8 needs W to be a multiple of 32.",
 )
 
 ACT_MUL = Family(
@@ -100,10 +100,10 @@ ACT_MUL = Family(
 POINTWISE = Family(
     name="pointwise",
     template="cpu/pointwise.cpp.j2",
-    params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1"))},
+    params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))},
     args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
     ops=("pointwise",),
-    doc="An expression over inputs [rows, W] (t), [W] (n) and [rows, 1] (1).",
+    doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
 )
 
 ROPE = Family(
@@ -135,10 +135,12 @@ ROPE_KV_WRITE = Family(
         *(_weight("q_weight", "qk_norm"), _weight("k_weight", "qk_norm")),
         *(_step_input("slots"), _CACHE_OUT, _out("out")),
         *(_dim("T"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("eps"), _float("offset")),
+        _int("weight_stride", "qk_norm"),
     ),
     ops=("rope_kv_write",),
     doc="Splits qkv[T, (heads + 2 kv_heads) * head_dim], normalizes and rotates queries and keys, writes keys and "
-    "values to the cache at the step's slots, and queries to out[T, heads, head_dim].",
+    "values to the cache at the step's slots, and queries to out[T, heads, head_dim]. `weight_stride` is the number of "
+    "floats from one head's norm weights to the next's: 0 if all heads share them.",
 )
 
 KV_WRITE = Family(

@@ -150,12 +150,13 @@ def test_pointwise_broadcasts(shape: tuple[int, int], isa: IsaName) -> None:
     rng = np.random.default_rng(0)
     rows, width = shape
     full, across, down = random_floats(rng, rows, width), random_floats(rng, width), random_floats(rng, rows)
-    kernel = pointwise(isa, "(add (mul in3 in1) (sub in4 0.5))", in1="t", in3="n", in4="1")
+    number = random_floats(rng, 1)
+    kernel = pointwise(isa, "(add (mul in3 in1) (sub in4 in5))", in1="t", in3="n", in4="1", in5="s")
     for threads in (1, 3):
         out = Guarded(shape, np.float32)
-        kernel(full, across, down, out.array, rows, width, threads=threads)
+        kernel(full, across, down, number, out.array, rows, width, threads=threads)
         out.check()
-        np.testing.assert_allclose(out.array, across * full + (down[:, None] - np.float32(0.5)), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(out.array, across * full + (down[:, None] - number), rtol=1e-6, atol=1e-6)
 
 
 # --- norms and gates --------------------------------------------------------------------------------------------------
@@ -183,25 +184,25 @@ def reference_norm(x: Floats, kind: ParamValue, eps: float) -> Wide:
 
 @every_isa
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("width", [32, 576, 1120])
-def test_norm(name: str, width: int, isa: IsaName) -> None:
+@pytest.mark.parametrize(("width", "weight_rows"), [(32, 3), (576, 1), (1120, 1)])
+def test_norm(name: str, width: int, weight_rows: int, isa: IsaName) -> None:
     rng = np.random.default_rng(width)
-    params, rows, eps, offset = NORM_DEFAULTS | NORMS[name], 5, 1e-5, 1.0
+    params, rows, eps, offset = NORM_DEFAULTS | NORMS[name], 6, 1e-5, 1.0
     x, residual = random_floats(rng, rows, width, scale=3), random_floats(rng, rows, width)
-    weight, bias = random_floats(rng, width), random_floats(rng, width)
+    weight, bias = random_floats(rng, weight_rows, width), random_floats(rng, weight_rows, width)
     total, out = Guarded((rows, width), np.float32), Guarded((rows, width), np.float32)
     q8 = Guarded((rows, q8_row_bytes(width)), np.uint8)
     args: list[Any] = [x]
     args += [residual] * bool(params["has_residual"]) + [weight] * bool(params["has_weight"])
     args += [bias] * bool(params["has_bias"]) + [total.array] * bool(params["has_residual"])
     args += [out.array] * bool(params["float_out"]) + [q8.array] * bool(params["q8_out"])
-    load(isa, "norm", **params)(*args, rows, width, eps, offset, threads=2)
+    load(isa, "norm", **params)(*args, rows, width, weight_rows, eps, offset, threads=2)
     summed = x + residual if params["has_residual"] else x
     want = reference_norm(summed, params["kind"], eps)
     if params["has_weight"]:
-        want = want * (weight.astype(np.float64) + offset)
+        want = want * (np.tile(weight.astype(np.float64), (rows // weight_rows, 1)) + offset)
     if params["has_bias"]:
-        want = want + bias
+        want = want + np.tile(bias, (rows // weight_rows, 1))
     if params["has_residual"]:
         np.testing.assert_array_equal(total.array, summed)
     if params["float_out"]:
@@ -234,7 +235,7 @@ def test_norm_passes_nan_on(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 2, 576)
     x[1, 3] = np.nan
     out = Guarded(x.shape, np.float32)
-    load(isa, "norm", **NORM_DEFAULTS | NORMS["rms"])(x, np.ones(576, np.float32), out.array, 2, 576, 1e-6, 0.0)
+    load(isa, "norm", **NORM_DEFAULTS | NORMS["rms"])(x, np.ones(576, np.float32), out.array, 2, 576, 1, 1e-6, 0.0)
     assert np.isfinite(out.array[0]).all()
     assert np.isnan(out.array[1]).all()
 
@@ -323,21 +324,23 @@ def test_rope_kv_write(name: str, isa: IsaName) -> None:
     dim, rotary, dtype = int(params["head_dim"]), int(params["rotary"]), DTYPES[name]
     tokens, heads, kv_heads, page_tokens, eps, offset = 9, 6, 2, 16, 1e-5, 1.0
     qkv, (cos, sin) = random_floats(rng, tokens, (heads + 2 * kv_heads) * dim), angles(rng, tokens, rotary // 2)
-    q_weight, k_weight = random_floats(rng, dim), random_floats(rng, dim)
+    per_head = params["qk_norm"] == "layer"
+    q_weight, k_weight = (random_floats(rng, *([count] * per_head), dim) for count in (heads, kv_heads))
     slots = rng.permutation(3 * page_tokens)[:tokens].astype(np.int32)
     want = PagedCache.empty(3, heads=kv_heads, key_dim=dim, value_dim=dim, page_tokens=page_tokens, dtype=dtype)
     cache, out = Guarded(want.data.shape, np.uint8), Guarded((tokens, heads, dim), np.float32)
     cache.array[:] = 0xFF
     optional = [cos, sin] * bool(params["has_rope"]) + [q_weight, k_weight] * bool(params["qk_norm"])
     args: list[Any] = [qkv, *optional, slots, cache.array, out.array, tokens]
-    load(isa, "rope_kv_write", **params, dtype=dtype)(*args, *(heads, kv_heads, page_tokens, eps, offset), threads=3)
+    args += [heads, kv_heads, page_tokens, eps, offset, *([dim * per_head] if params["qk_norm"] else [])]
+    load(isa, "rope_kv_write", **params, dtype=dtype)(*args, threads=3)
     cache.check()
     out.check()
 
     q, k, v = np.split(qkv.reshape(tokens, -1, dim), [heads, heads + kv_heads], axis=1)
     if params["qk_norm"]:
         q, k = (
-            (reference_norm(x.reshape(-1, dim), params["qk_norm"], eps) * (w + offset)).reshape(x.shape)
+            reference_norm(x.reshape(-1, dim), params["qk_norm"], eps).reshape(x.shape) * (w + offset)
             for x, w in ((q, q_weight), (k, k_weight))
         )
     if params["has_rope"]:

@@ -138,17 +138,18 @@ def fused_inputs(q: Array, k: Array) -> tuple[Any, ...]:
     return np.concatenate([x.reshape(TOKENS, -1) for x in (q, k, k)], axis=1), {}
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_rope_kv_write_is_its_parts(normed: bool) -> None:
-    q, k, v, qw, kw = random(TOKENS, 4, 8), random(TOKENS, 2, 8), random(TOKENS, 2, 8, seed=1), random(8), random(8)
+@pytest.mark.parametrize("norms", [(), ((8,), (8,)), ((4, 8), (2, 8))])
+def test_rope_kv_write_is_its_parts(norms: tuple[tuple[int, ...], ...]) -> None:
+    q, k, v = random(TOKENS, 4, 8), random(TOKENS, 2, 8), random(TOKENS, 2, 8, seed=1)
+    weights = [random(*shape) for shape in norms]
     cos, sin = np.cos(random(TOKENS, 3)), np.sin(random(TOKENS, 3))
     qkv = np.concatenate([x.reshape(TOKENS, -1) for x in (q, k, v)], axis=1)
     sizes: dict[str, Attr] = {"heads": 4, "kv_heads": 2, "head_dim": 8}
     norm: dict[str, Attr] = {"eps": 1e-6, "offset": 1.0}
-    extra = {"has_qk_norm": True, **norm} if normed else {}
-    turned, cache = evaluate("rope_kv_write", qkv, cos, sin, *((qw, kw) if normed else ()), {}, **sizes, **extra)
-    if normed:
-        q, k = (evaluate("norm", x, w, **norm)[0] for x, w in ((q, qw), (k, kw)))
+    extra = {"has_qk_norm": True, **norm} if norms else {}
+    turned, cache = evaluate("rope_kv_write", qkv, cos, sin, *weights, {}, **sizes, **extra)
+    if norms:
+        q, k = (evaluate("norm", x, w, **norm)[0] for x, w in zip((q, k), weights, strict=True))
     q, k = (evaluate("rope", x, cos, sin)[0] for x in (q, k))
     (expected,) = evaluate("kv_write", k, v, {})
     close(turned, q)
