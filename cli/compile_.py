@@ -43,7 +43,9 @@ class Summary(msgspec.Struct, frozen=True):
     "--quant",
     default="keep",
     show_default=True,
-    help="How weights are stored: keep (as in the checkpoint), none (all in --dtype), int8, int4, or a YAML file.",
+    metavar="NAME|FILE",
+    help="How weights are stored: keep (as in the checkpoint), none (all in --dtype), fp16, bf16, int8, int4, "
+    "int4-g64, int4-g128-asym, ... or a YAML recipe.",
 )
 @click.option(
     "--dtype", default="auto", show_default=True, help="auto (the checkpoint's), float32, bfloat16 or float16."

@@ -39,10 +39,10 @@ def compile(
 ) -> Path:
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
 
-    `quant` is keep, none, int8, int4 or a YAML file of rules; `dtype` auto, float32, bfloat16 or float16; `weights`
-    "random" or "random:SEED" for a model without a checkpoint; `dump_ir` a directory that gets the graph after each
-    pass. Without `output` the plan is `NAME-plan` in the current directory. An existing one is replaced only with
-    `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
+    `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `dtype` is auto, float32,
+    bfloat16 or float16; `weights` "random" or "random:SEED" for a model without a checkpoint; `dump_ir` a directory
+    that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
+    one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
     """
     chosen, seed = _one_target(target), _random_seed(weights)
     if output is not None:
@@ -60,7 +60,7 @@ def compile(
         from ..models.source import open_model
         from ..models.tokenizer import write_text
         from ..passes.pipelines import pipeline
-        from ..passes.quantize_weights import Quantization
+        from ..passes.quantization import Quantization
     with phases.phase("Open"):
         opened = open_model(str(model), dtype=dtype, random=seed is not None)
         quantization = Quantization.parse(quant, opened.dtype)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.encodings import EncodedArray, Encoding
+from ..runtime.encodings import Array, EncodedArray, Encoding
 
 Float32 = npt.NDArray[np.float32]
 
-_SHRINKS = tuple(np.float32(factor) for factor in np.linspace(1.0, 0.7, 16))
-"""Range factors tried for narrow codes: clipping a group's outlier often lowers its total error."""
+_RANGES = tuple(np.float32(1 + step / 25) for step in range(2, -11, -1))
+"""Factors tried on the range of a group of narrow codes: clipping its outlier often lowers the total error."""
+_REFITS = 2
+"""How often scales are then fitted to the codes, and codes to the scales."""
 _SEARCHED_BITS = 6
 """Codes up to this width are worth the search; 8-bit rounding error is far below the model's noise."""
+_BLOCK = 1 << 16
+"""Values encoded at a time, so that intermediate arrays stay in the CPU's caches."""
 
 
-def encode(values: Float32, encoding: Encoding) -> EncodedArray:
+def encode(values: Float32, encoding: Encoding, importance: Float32 | None = None) -> EncodedArray:
     """Float32 values of shape [..., K] in the encoding; NaN and infinity must have been refused before.
 
-    Affine groups choose their range by least squared error (8-bit codes: by the largest magnitude). Raises ValueError
-    if K is not a multiple of the group or a value does not fit the encoding's floats.
+    Affine groups choose scale and minimum by least squared error, in which `importance` [K] weighs the columns (8-bit
+    codes: by the largest magnitude). Raises ValueError if K is not a multiple of the group or a value does not fit the
+    encoding's floats.
     """
     if encoding.kind == "float32":
         return EncodedArray(encoding, np.ascontiguousarray(values, dtype=np.float32))
@@ -27,7 +32,7 @@ def encode(values: Float32, encoding: Encoding) -> EncodedArray:
         return EncodedArray(encoding, _to_float16(values))
     if encoding.kind == "bfloat16":
         return EncodedArray(encoding, to_bfloat16(values))
-    return _to_affine(values, encoding)
+    return _to_affine(values, encoding, importance)
 
 
 def to_bfloat16(values: Float32) -> npt.NDArray[np.uint16]:
@@ -45,90 +50,134 @@ def _to_float16(values: Float32) -> npt.NDArray[np.float16]:
     return result
 
 
-def _to_affine(values: Float32, encoding: Encoding) -> EncodedArray:
-    columns = values.shape[-1]
+def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None) -> EncodedArray:
+    *lead, columns = values.shape
     if columns % encoding.group:
         raise ValueError(f"{columns} columns are not a multiple of the group of {encoding.group}")
-    groups = values.reshape(-1, encoding.group).astype(np.float32)
-    codes, scale, minimum = _best(groups, encoding)
-    lead = values.shape[:-1]
+    groups = values.reshape(-1, columns // encoding.group, encoding.group)
+    weights = None if importance is None else importance.reshape(groups.shape[1:])
+    codes = np.empty(groups.shape, np.int8 if encoding.bits == 8 else np.uint8)
+    scale = np.empty(groups.shape[:2], encoding.scale)
+    minimum = np.empty_like(scale) if encoding.has_minimum else None
+    step = max(1, _BLOCK // max(1, columns))
+    for start in range(0, len(groups), step):
+        rows = slice(start, start + step)
+        scale[rows], found = fit(groups[rows], encoding, weights)
+        if minimum is not None and found is not None:
+            minimum[rows] = found
+        codes[rows] = nearest(groups[rows], scale[rows], found, encoding)
     return EncodedArray(
         encoding,
-        codes.astype(np.int8 if encoding.bits == 8 else np.uint8).reshape(values.shape),
+        codes.reshape(values.shape),
         scale.reshape(*lead, -1),
         None if minimum is None else minimum.reshape(*lead, -1),
     )
 
 
-_Groups = tuple[Float32, npt.NDArray[np.generic], npt.NDArray[np.generic] | None]
-"""Codes [n, group], scales [n], minima [n] if any."""
+# --- groups -----------------------------------------------------------------------------------------------------------
 
 
-def _best(groups: Float32, encoding: Encoding) -> _Groups:
-    """The candidate range with the least squared error, group by group."""
-    shrinks = _SHRINKS if encoding.bits <= _SEARCHED_BITS else _SHRINKS[:1]
-    codes, scale, minimum = _rounded(groups, encoding, shrinks[0])
-    if len(shrinks) == 1:
-        return codes, scale, minimum
-    least = _error(groups, codes, scale, minimum, encoding)
-    for shrink in shrinks[1:]:
-        tried = _rounded(groups, encoding, shrink)
-        error = _error(groups, *tried, encoding)
-        better = error < least
-        least = np.where(better, error, least)
-        codes = np.where(better[:, None], tried[0], codes)
-        scale = np.where(better, tried[1], scale)
-        if minimum is not None and tried[2] is not None:
-            minimum = np.where(better, tried[2], minimum)
-    return codes, scale, minimum
-
-
-def _rounded(groups: Float32, encoding: Encoding, shrink: np.float32) -> _Groups:
-    """Groups rounded to codes over their range times `shrink`.
-
-    The scale is rounded to its stored dtype first, so that codes are the nearest to what a decoder will compute.
-    """
+def nearest(groups: Float32, scale: Array, minimum: Array | None, encoding: Encoding) -> Float32:
+    """The codes [.., group] nearest to values [.., group], whose scales and minima [..] are as stored."""
     low, high = _code_range(encoding)
+    if minimum is not None:
+        groups = groups - minimum.astype(np.float32)[..., None]
+    codes = groups * _reciprocal(scale.astype(np.float32))[..., None]
+    codes += np.float32(encoding.zero)
+    np.rint(codes, out=codes)
+    return np.clip(codes, low, high, out=codes)
+
+
+def fit(groups: Float32, encoding: Encoding, weights: Float32 | None = None) -> tuple[Array, Array | None]:
+    """Stored scales [..], and minima if the encoding has them, for values [.., group] by least squared error.
+
+    `weights` [.., group] say how much the error of each value counts. Raises ValueError if a scale does not fit.
+    """
+    low, high = (np.float32(limit - encoding.zero) for limit in _code_range(encoding))
     if encoding.has_minimum:
-        least, most = groups.min(axis=1), groups.max(axis=1)
-        span = (most - least) * shrink
-        scale = _stored(span / np.float32(high - low), encoding)
-        minimum = _stored((least + most - span) * np.float32(0.5), encoding)
-        exact = (groups - minimum.astype(np.float32)[:, None]) * _reciprocal(scale)[:, None]
-        return np.clip(np.rint(exact + encoding.zero), low, high), scale, minimum
+        least, most = groups.min(axis=-1), groups.max(axis=-1)
+        middle, offset = (least + most) * np.float32(0.5), (low + high) * np.float32(0.5)
+        scale = (most - least) / (high - low)
+        if encoding.bits <= _SEARCHED_BITS:
+            scale, middle = _refine(groups, scale, middle, (low - offset, high - offset), weights)
+        return _stored(scale, encoding), _stored(middle - offset * scale, encoding)
+    if encoding.bits > _SEARCHED_BITS:
+        return _stored(np.abs(groups).max(axis=-1) / high, encoding), None
     # The code range is one wider below zero: give that side to the value of the largest magnitude.
-    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0]
-    deepest = np.float32(low - encoding.zero) if encoding.bits < 8 else np.float32(-high)
-    scale = _stored(extreme * shrink / deepest, encoding)
-    if encoding.bits == 8:
-        scale = np.abs(scale)
-    return np.clip(np.rint(groups * _reciprocal(scale)[:, None] + encoding.zero), low, high), scale, None
+    extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    scale, _ = _refine(groups, extreme / low, None, (low, high), weights)
+    return _stored(scale, encoding), None
+
+
+def _refine(
+    groups: Float32,
+    scale: Float32,
+    middle: Float32 | None,
+    limits: tuple[np.float32, np.float32],
+    weights: Float32 | None,
+) -> tuple[Float32, Float32]:
+    """Better scales and middles than those given: value = scale * step + middle, with steps of 1 within `limits`."""
+    low, high = limits
+    half = np.float32(low - np.floor(low))  # 0.5 if steps lie between whole numbers
+    centered = groups if middle is None else groups - middle[..., None]
+    unit = centered * _reciprocal(scale)[..., None]
+    steps, error = np.empty_like(unit), np.empty_like(unit)
+
+    def round_to_steps(values: Float32, factor: Float32) -> None:
+        np.multiply(values, factor, out=steps)
+        np.subtract(steps, half, out=steps)
+        np.rint(steps, out=steps)
+        np.add(steps, half, out=steps)
+        np.clip(steps, low, high, out=steps)
+
+    least, best = np.full(scale.shape, np.inf, np.float32), np.ones(scale.shape, np.float32)
+    for factor in _RANGES:
+        round_to_steps(unit, np.float32(1) / np.asarray(factor))
+        np.multiply(steps, factor, out=error)
+        np.subtract(error, unit, out=error)
+        found = _dot(error, error, weights)
+        better = found < least
+        np.copyto(least, found, where=better)
+        np.copyto(best, factor, where=better)
+    scale, shift = scale * best, np.zeros_like(scale)
+    for _ in range(_REFITS):
+        round_to_steps(centered - shift[..., None], _reciprocal(scale)[..., None])
+        scale, shift = _least_squares(steps, centered, scale, weights, shifted=middle is not None)
+    return scale, shift if middle is None else middle + shift
+
+
+def _least_squares(
+    steps: Float32, values: Float32, scale: Float32, weights: Float32 | None, *, shifted: bool
+) -> tuple[Float32, Float32]:
+    """The scale (as given, where all steps are equal) and shift for which scale * step + shift is nearest to values."""
+    step_mean = value_mean = np.zeros_like(scale)
+    if shifted:
+        ones = np.ones_like(steps)
+        total = _dot(ones, ones, weights)
+        step_mean = _dot(steps, ones, weights) * _reciprocal(total)
+        value_mean = _dot(values, ones, weights) * _reciprocal(total)
+        steps = steps - step_mean[..., None]
+    squares = _dot(steps, steps, weights)
+    scale = np.divide(_dot(steps, values, weights), squares, out=scale.copy(), where=squares > 0)
+    return scale, value_mean - scale * step_mean
+
+
+def _dot(a: Float32, b: Float32, weights: Float32 | None) -> Float32:
+    """Sums over groups, [.., group] -> [..]."""
+    if weights is None:
+        result: Float32 = np.einsum("...k,...k->...", a, b)
+    else:
+        result = np.einsum("...k,...k,...k->...", a, b, weights)
+    return result
 
 
 def _code_range(encoding: Encoding) -> tuple[int, int]:
     return (-128, 127) if encoding.bits == 8 else (0, 2**encoding.bits - 1)
 
 
-def _stored(values: Float32, encoding: Encoding) -> npt.NDArray[np.generic]:
-    if encoding.scale == "float32":
-        return values.astype(np.float32)
-    return _to_float16(values)
+def _stored(values: Float32, encoding: Encoding) -> Array:
+    return values.astype(np.float32) if encoding.scale == "float32" else _to_float16(values)
 
 
-def _reciprocal(scale: npt.NDArray[np.generic]) -> Float32:
-    wide = scale.astype(np.float32)
-    return np.divide(np.float32(1.0), wide, out=np.zeros_like(wide), where=wide != 0)
-
-
-def _error(
-    groups: Float32,
-    codes: Float32,
-    scale: npt.NDArray[np.generic],
-    minimum: npt.NDArray[np.generic] | None,
-    encoding: Encoding,
-) -> Float32:
-    decoded = (codes - np.float32(encoding.zero)) * scale.astype(np.float32)[:, None]
-    if minimum is not None:
-        decoded = decoded + minimum.astype(np.float32)[:, None]
-    error: Float32 = np.square(decoded - groups).sum(axis=1)
-    return error
+def _reciprocal(values: Float32) -> Float32:
+    return np.divide(np.float32(1.0), values, out=np.zeros_like(values), where=values != 0)

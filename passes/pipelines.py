@@ -18,7 +18,8 @@ from .fuse_pointwise import FusePointwise
 from .insert_caches import InsertCaches
 from .linear_epilogue import FuseLinearEpilogue
 from .merge_linear import MergeLinear
-from .quantize_weights import Quantization, QuantizeWeights
+from .quantization import Quantization
+from .quantize_weights import QuantizeWeights
 from .rope_kv_write import FuseRopeKvWrite
 
 EncodingOf = Callable[[str], Encoding]

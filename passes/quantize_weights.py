@@ -2,105 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
-import yaml
+import msgspec
 
 from ..compiler.ir import Graph, Op, Param
 from ..compiler.ops import OPS
 from ..compiler.pass_ import Outcome, Pass
-from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, INT4, INT8, Q4_1, Q5_0, Q5_1, Encoding, FloatName
-from ..runtime.errors import UserError
-
-KEEP, NONE = "keep", "none"
-ENCODINGS: Mapping[str, Encoding] = {
-    "float32": FLOAT32,
-    "float16": FLOAT16,
-    "bfloat16": BFLOAT16,
-    "int8": INT8,
-    "int4": INT4,
-    "q4_1": Q4_1,
-    "q5_0": Q5_0,
-    "q5_1": Q5_1,
-}
-"""Encodings that a rule can ask for by name, besides `keep` (as the checkpoint has it) and `none` (the float dtype)."""
-CHOICES = (KEEP, NONE, *ENCODINGS)
-PRESETS: Mapping[str, tuple[str, str]] = {
-    KEEP: (KEEP, KEEP),
-    NONE: (NONE, NONE),
-    "int8": ("int8", "int8"),
-    "int4": ("int4", "int8"),
-}
-"""Preset to the choices for linear layers, and for embedding tables and the output head."""
-
-
-@dataclass(frozen=True)
-class QuantizationRule:
-    """Weights whose checkpoint name contains a match of the regular expression get the encoding."""
-
-    match: str
-    encoding: str
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How weights are to be stored: the first rule that matches decides, and without one the kind of layer does."""
-
-    rules: tuple[QuantizationRule, ...] = ()
-    linear: str = KEEP
-    table: str = KEEP
-    """For embedding tables and the output head, which lose more by rounding."""
-    dtype: FloatName = "float32"
-    """What `none` means, and what a weight that can't be quantized gets."""
-
-    @staticmethod
-    def parse(text: str, dtype: FloatName = "float32") -> Quantization:
-        """From `keep`, `none`, `int8`, `int4` or the path of a YAML file: a list of {match, encoding}.
-
-        Raises UserError for anything else.
-        """
-        if text in PRESETS:
-            linear, table = PRESETS[text]
-            return Quantization(linear=linear, table=table, dtype=dtype)
-        path = Path(text)
-        if path.suffix not in (".yaml", ".yml"):
-            raise UserError(f"--quant expects {', '.join(PRESETS)} or a .yaml file of rules, found {text!r}")
-        return Quantization(tuple(_read_rules(path)), dtype=dtype)
-
-    def choice(self, tensor: str, *, table: bool) -> str:
-        """The choice for a checkpoint tensor."""
-        matching = (rule.encoding for rule in self.rules if re.search(rule.match, tensor))
-        return next(matching, self.table if table else self.linear)
-
-
-def _read_rules(path: Path) -> Iterator[QuantizationRule]:
-    try:
-        entries = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"can't read the quantization rules {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(entries, list):
-        raise UserError(f"{path} must be a list of rules with `match` and `encoding`, found {type(entries).__name__}")
-    for number, entry in enumerate(entries, 1):
-        yield _rule(entry, f"rule {number} of {path}")
-
-
-def _rule(entry: object, where: str) -> QuantizationRule:
-    if not isinstance(entry, dict) or entry.keys() != {"match", "encoding"}:
-        raise UserError(f"{where} must have `match` and `encoding`, found {entry!r}")
-    match, encoding = entry["match"], entry["encoding"]
-    if encoding not in CHOICES:
-        raise UserError(f"{where} has encoding {encoding!r}, expected one of {', '.join(CHOICES)}")
-    try:
-        re.compile(match)
-    except (re.error, TypeError) as error:
-        raise UserError(f"{where} has match {match!r}, which is no regular expression: {error}") from None
-    return QuantizationRule(match, encoding)
+from ..runtime.encodings import FLOAT32, Encoding
+from .quantization import FLOATS, GROUPS, KEEP, NONE, Quantization, Role, Rule, parse_encoding
 
 
 @dataclass(frozen=True)
@@ -108,40 +21,71 @@ class QuantizeWeights(Pass):
     """Expects: weights not merged yet. Guarantees: every weight that only linear layers and embeddings read has the
     encoding that the rules choose (None: as the checkpoint has it); all else (norms, biases, tables) is float32.
 
-    A weight whose rows are no multiple of the encoding's group stays at the float dtype, which is reported.
+    A weight whose rows are no multiple of the encoding's group gets a smaller group, or stays at the float dtype. That
+    is reported, and so is a recipe's rule that no weight is left for.
     """
 
     quantization: Quantization
     name: ClassVar[str] = "quantize_weights"
 
     def run(self, graph: Graph) -> Outcome:
-        users, heads = graph.uses(), _heads(graph)
-        notes: list[str] = []
-        params = [self._param(param, users.get(param.value.name, []), heads, notes) for param in graph.params]
-        matches = sum(old.recipe != new.recipe for old, new in zip(graph.params, params, strict=True))
-        return Outcome(replace(graph, params=tuple(params)), matches, tuple(notes))
+        return _Choices(self.quantization, graph).outcome()
 
-    def _param(self, param: Param, users: list[Op], heads: set[str], notes: list[str]) -> Param:
-        encoding: Encoding | None = FLOAT32
-        if param.recipe.constant is None and users and all(_reads_weight(op, param) for op in users):
-            table = any(op.kind == "embedding" or op.output.name in heads for op in users)
-            encoding = self._matrix(param, table, notes)
-        return replace(param, recipe=replace(param.recipe, encoding=encoding))
 
-    def _matrix(self, param: Param, table: bool, notes: list[str]) -> Encoding | None:
-        plain = ENCODINGS[self.quantization.dtype]
+class _Choices:
+    """The choices for one graph, and what there is to say about them."""
+
+    def __init__(self, quantization: Quantization, graph: Graph) -> None:
+        self._quantization = quantization
+        self._graph = graph
+        self._users = graph.uses()
+        self._heads = _heads(graph)
+        self._used: set[Rule] = set()
+        self._misfits: dict[str, list[str]] = defaultdict(list)
+
+    def outcome(self) -> Outcome:
+        params = [replace(old, recipe=replace(old.recipe, encoding=self._encoding(old))) for old in self._graph.params]
+        matches = sum(old.recipe != new.recipe for old, new in zip(self._graph.params, params, strict=True))
+        idle = [rule for rule in self._quantization.rules if rule.where and rule not in self._used]
+        notes = (
+            *(f"{rule.where} decides about no weight" for rule in idle),
+            *(f"{_listed(names)}: {reason}" for reason, names in self._misfits.items()),
+        )
+        return Outcome(replace(self._graph, params=tuple(params)), matches, notes)
+
+    def _encoding(self, param: Param) -> Encoding | None:
+        users = self._users.get(param.value.name, [])
+        if param.recipe.constant is not None or not users or not all(_reads_weight(op, param) for op in users):
+            return FLOAT32
         tensor = param.recipe.pieces[0].tensor
-        choice = self.quantization.choice(tensor, table=table)
-        if choice in (KEEP, NONE):
-            return None if choice == KEEP else plain
-        encoding, columns = ENCODINGS[choice], param.value.type.shape[1]
+        rule = self._quantization.rule(tensor, {self._role(op) for op in users})
+        if rule is None:
+            return None
+        self._used.add(rule)
+        return self._chosen(rule.encoding, tensor, param)
+
+    def _role(self, op: Op) -> Role:
+        if op.kind == "embedding":
+            return "embedding"
+        return "head" if op.output.name in self._heads else "linear"
+
+    def _chosen(self, name: str, tensor: str, param: Param) -> Encoding | None:
+        plain = FLOATS[self._quantization.dtype]
+        if name in (KEEP, NONE):
+            return None if name == KEEP else plain
+        encoding, columns = parse_encoding(name), param.value.type.shape[1]
         assert isinstance(columns, int)
-        if encoding.kind == "affine" and columns % encoding.group:
-            notes.append(
-                f"{tensor} stays {self.quantization.dtype}: its {columns} columns are no multiple of {encoding.group}"
-            )
-            return plain
-        return encoding
+        if encoding.kind != "affine" or columns % encoding.group == 0:
+            return encoding
+        fitting = [group for group in GROUPS if group < encoding.group and columns % group == 0]
+        instead = f"groups of {fitting[-1]}" if fitting else self._quantization.dtype
+        reason = f"{instead} instead of {name}, since {columns} columns are no multiple of {encoding.group}"
+        self._misfits[reason].append(tensor)
+        return msgspec.structs.replace(encoding, group=fitting[-1]) if fitting else plain
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _heads(graph: Graph) -> set[str]:

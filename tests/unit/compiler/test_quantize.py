@@ -24,7 +24,13 @@ from toolkit.runtime.encodings import (
     Encoding,
 )
 
-AFFINE = (INT4, INT8, Q4_1, Q4_K, Q5_0, Q5_1, Q6_K)
+WIDE = tuple(
+    Encoding("affine", bits=bits, group=group, zero=8 if bits == 4 and not minimum else 0, has_minimum=minimum)
+    for bits in (4, 8)
+    for group in (64, 128)
+    for minimum in (False, True)
+)
+AFFINE = (INT4, INT8, Q4_1, Q4_K, Q5_0, Q5_1, Q6_K, *WIDE)
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))
@@ -74,6 +80,24 @@ def test_the_choice_of_range_beats_plain_rounding(encoding: Encoding) -> None:
     step = (span / steps)[:, None]
     plain = np.rint(groups / step) * step
     assert mean_square(encode(x, encoding).decode(), x) <= 1.05 * mean_square(plain.reshape(x.shape), x)
+
+
+def test_minima_serve_groups_that_are_not_centered() -> None:
+    """With a minimum, the error is that of rounding to steps of the group's range, wherever that lies."""
+    x = np.random.default_rng(8).uniform(3.0, 4.0, (8, 256)).astype(np.float32)
+    for encoding in AFFINE:
+        if encoding.has_minimum:
+            step = 1.0 / (2**encoding.bits - 1)
+            assert mean_square(encode(x, encoding).decode(), x) <= 1.4 * step**2 / 12
+
+
+def test_important_columns_are_closer() -> None:
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((64, 256)).astype(np.float32)
+    importance = rng.choice(np.array([0.01, 10.0], np.float32), 256)
+    for encoding in (INT4, Q4_1):
+        plain, weighed = (np.square(encode(x, encoding, w).decode() - x) for w in (None, importance))
+        assert (weighed @ importance).sum() < 0.9 * (plain @ importance).sum()
 
 
 def mean_square(a: np.ndarray, b: np.ndarray) -> float:

@@ -24,7 +24,7 @@ from toolkit.compiler.targets import CPU
 from toolkit.compiler.text import constants, parse_graph, print_graph
 from toolkit.models.capture import capture
 from toolkit.passes.pipelines import pipeline
-from toolkit.passes.quantize_weights import Quantization
+from toolkit.passes.quantization import Quantization
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.plan import PassReport
 

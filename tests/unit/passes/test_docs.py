@@ -24,7 +24,8 @@ from toolkit.passes.fuse_pointwise import FusePointwise
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
-from toolkit.passes.quantize_weights import Quantization, QuantizeWeights
+from toolkit.passes.quantization import Quantization
+from toolkit.passes.quantize_weights import QuantizeWeights
 from toolkit.passes.rope_kv_write import FuseRopeKvWrite
 from toolkit.runtime.encodings import BFLOAT16
 
@@ -166,6 +167,7 @@ def test_every_pass_of_the_pipeline_is_shown() -> None:
         "__init__",
         "pipelines",
         "expressions",
+        "quantization",
     }
     assert {type(each).__module__.rpartition(".")[2] for each, _ in EXAMPLES} == modules
 

@@ -13,7 +13,7 @@ from toolkit.compiler.ir import Graph
 from toolkit.compiler.pass_ import Pass, run_passes
 from toolkit.compiler.targets import CPU
 from toolkit.passes.pipelines import pipeline
-from toolkit.passes.quantize_weights import Quantization
+from toolkit.passes.quantization import Quantization
 from toolkit.runtime.encodings import FLOAT32, INT8, Q5_0, Encoding
 
 Make = Callable[..., Any]
