@@ -13,7 +13,8 @@ from ..runtime.errors import UserError
 from ..runtime.options import EngineOptions
 from .client import is_url
 from .load import LoadReport, Sample, open_target, plan_name, random_prompts, report, run_load, running_server
-from .options import Command, as_json, engine_options
+from .options import Command, as_json, engine_options, step_size
+from .workload import StepSize
 
 
 @click.group("bench")
@@ -137,17 +138,11 @@ def serve(
 
 @command.command()
 @click.argument("target", metavar="PLAN")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences in the step.")
-@click.option("--tokens", type=click.IntRange(1), default=1, show_default=True, help="New tokens of each sequence.")
-@click.option(
-    "--context", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each, new ones included."
-)
+@step_size
 @click.option("--runs", type=click.IntRange(1), default=20, show_default=True, help="Steps; the median counts.")
 @engine_options
 @as_json
-def kernels(
-    *, target: str, batch: int, tokens: int, context: int, runs: int, options: EngineOptions, as_json: bool
-) -> None:
+def kernels(*, target: str, size: StepSize, runs: int, options: EngineOptions, as_json: bool) -> None:
     """Time every launch of a step on its own.
 
     \b
@@ -155,12 +150,13 @@ def kernels(
       toolkit bench kernels smol-plan
       toolkit bench kernels smol-plan --batch 8 --context 1024
       toolkit bench kernels smol-plan --tokens 512 --context 512
+      toolkit bench kernels smol-plan --json > step.json
     """
     if is_url(target):
         raise UserError("kernels are measured in this process: give a plan, not a server's URL")
     from .profile import print_profile, profile
 
-    result = profile(Path(target), options, batch=batch, tokens=tokens, context=context, runs=runs)
+    result = profile(Path(target), options, size, runs)
     if as_json:
         click.echo(msgspec.json.encode(result))
     else:

@@ -111,7 +111,7 @@ def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
         captured_ops=plan.report.captured_ops,
         fused_ops=plan.report.fused_ops,
         kernels=len(plan.kernels),
-        launches=sum(len(bucket.forward) + len(bucket.sample) for bucket in plan.buckets[:1]),
+        launches=len(plan.buckets[0].launches),
         weight_bytes=plan.memory.weights,
         activation_bytes=plan.memory.arena,
         kv_bytes_per_token=plan.kv_bytes_per_token,

@@ -182,7 +182,7 @@ def _debug_stages(captured: Graph, fused: Graph, report: Report, program: Progra
     debug(1, f"{len(captured.ops)} ops captured, {len(fused.ops)} after fusion, {len(lowered.kernels)} kernels")
     for each in report.passes:
         debug(2, f"{each.name}: {each.matches} matches, {each.ops_before} -> {each.ops_after} ops")
-    for number, launch in enumerate((*program.bucket.forward, *program.bucket.sample)):
+    for number, launch in enumerate(program.bucket.launches):
         debug(3, f"launch {number}: {launch.op} -> {launch.kernel}{' | barrier' if launch.barrier else ''}")
     for buffer in program.buffers:
         debug(

@@ -141,7 +141,7 @@ def examine(plan: Plan, bandwidth: float, arithmetic: float) -> Inspection:
 
 def _estimates(bucket: Bucket, bandwidth: float, arithmetic: float) -> list[LaunchEstimate]:
     estimates = []
-    for launch in (*bucket.forward, *bucket.sample):
+    for launch in bucket.launches:
         memory, math = launch.bytes / bandwidth, launch.flops / arithmetic
         bound = "memory" if memory >= math else "arithmetic"
         estimates.append(LaunchEstimate(launch.op, launch.kernel, launch.bytes, launch.flops, max(memory, math), bound))

@@ -10,7 +10,7 @@ import click
 
 from ..runtime.options import EngineOptions, parse_memory
 
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -25,6 +25,13 @@ _ENGINE = (
     click.option("--max-num-seqs", type=click.IntRange(1), help="Requests running at once.  [default: the plan's]"),
     click.option("--max-batched-tokens", type=click.IntRange(1), help="Tokens of a step.  [default: the plan's]"),
     click.option("--threads", type=click.IntRange(1), help="Kernel threads.  [default: one a core]"),
+)
+_STEP = (
+    click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences in the step."),
+    click.option("--tokens", type=click.IntRange(1), default=1, show_default=True, help="New tokens of each sequence."),
+    click.option(
+        "--context", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each, new ones included."
+    ),
 )
 _SAMPLING = (
     click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: until it ends]"),
@@ -52,6 +59,18 @@ def engine_options(command: Command) -> Command:
         command(options=options, **rest)
 
     return _with(_ENGINE, gathered)
+
+
+def step_size(command: Command) -> Command:
+    """`--batch --tokens --context`, passed as `size: StepSize`."""
+
+    @wraps(command)
+    def gathered(*, batch: int, tokens: int, context: int, **rest: Any) -> Any:
+        from .workload import StepSize  # it knows the kernels, which serving need not load
+
+        return command(size=StepSize(batch, tokens, context), **rest)
+
+    return _with(_STEP, gathered)
 
 
 def sampling_options(command: Command) -> Command:

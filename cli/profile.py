@@ -1,4 +1,4 @@
-"""Times of a step's launches, against the roofline."""
+"""Times of a step's launches: how they are measured, and the file that `inspect --profile` reads."""
 
 from __future__ import annotations
 
@@ -8,82 +8,103 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..runtime.device.base import Device
+from ..runtime.device.cpu import choose_library
+from ..runtime.device.machine import cpu_flags
 from ..runtime.device.open import open_device
 from ..runtime.errors import UserError
-from ..runtime.load import read_plan
+from ..runtime.load import plan_hash, read_plan
 from ..runtime.options import EngineOptions
-from ..runtime.plan import Launch, Plan
 from ..runtime.step import ROW, Int32, StepBatch
+from .workload import StepSize, work
 
 
-class KernelTime(msgspec.Struct, frozen=True):
-    """One launch, or the same launch of all layers, in one step."""
+class LaunchTime(msgspec.Struct, frozen=True):
+    """One launch, timed on its own."""
 
     op: str
     kernel: str
-    launches: int
     seconds: float
+    """From its start until all threads are done."""
+    occupancy: float
+    """Share of that time in which a thread was at work, over all threads."""
     bytes: int
-    """Weights and other bytes that do not grow with the step."""
-
-    @property
-    def bandwidth(self) -> float:
-        """Those bytes a second."""
-        return self.bytes / self.seconds if self.seconds else 0.0
+    """What it reads at least: see `workload.Work`."""
+    flops: int
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """Times of one step; `--json` prints it."""
+    """Median times of one step's launches; `bench kernels --json` prints it."""
 
     plan: str
-    batch: int
-    tokens: int
-    context: int
+    plan_hash: str
+    """SHA-256 of the plan's plan.json."""
+    isa: str
+    threads: int
+    size: StepSize
+    runs: int
     seconds: float
     """All launches together; a barrier stands after each, which an ordinary step needs less of."""
-    launches: list[KernelTime]
+    launches: tuple[LaunchTime, ...]
+    """As in the plan."""
 
 
-def profile(directory: Path, options: EngineOptions, *, batch: int, tokens: int, context: int, runs: int) -> Profile:
-    """Median times over `runs` steps of `batch` sequences, which have `context` tokens, `tokens` of them new.
+def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) -> Profile:
+    """Median times over `runs` steps.
 
     Raises UserError if the plan has no bucket for such a step, or the memory does not suffice.
     """
     plan = read_plan(directory)
-    program = _program(plan, batch, tokens)
-    if not tokens <= context <= plan.model.max_context:
-        raise UserError(f"--context must be {tokens} to {plan.model.max_context}, not {context}")
+    program = size.bucket(plan).launches
     device = open_device(directory, plan, options)
     try:
-        step = make_step(device, batch, tokens, context)
+        step = make_step(device, size)
         device.profile(step)
         times = np.median([device.profile(step) for _ in range(runs)], axis=0)
     finally:
         device.close()
-    return Profile(directory.name, batch, tokens, context, float(times.sum()), _by_layer(program, times))
-
-
-def _program(plan: Plan, batch: int, tokens: int) -> tuple[Launch, ...]:
-    for bucket in plan.buckets:
-        if batch * tokens <= bucket.max_tokens and batch <= min(bucket.max_sequences, bucket.max_rows):
-            return (*bucket.forward, *bucket.sample)
-    largest = plan.buckets[-1]
-    raise UserError(
-        f"a step of this plan has at most {largest.max_tokens} tokens and {largest.max_sequences} sequences, not "
-        f"{batch * tokens} and {batch}: lower --batch or --tokens"
+    launches = []
+    for launch, (seconds, *busy) in zip(program, times.tolist(), strict=True):
+        occupancy = min(1.0, sum(busy) / (seconds * len(busy))) if seconds else 1.0
+        need = work(plan, launch, size)
+        launches.append(LaunchTime(launch.op, launch.kernel, seconds, round(occupancy, 4), need.bytes, need.flops))
+    return Profile(
+        plan=directory.resolve().name,
+        plan_hash=plan_hash(directory),
+        isa=choose_library(plan.libraries, cpu_flags()).isa,
+        threads=times.shape[1] - 1,
+        size=size,
+        runs=runs,
+        seconds=sum(each.seconds for each in launches),
+        launches=tuple(launches),
     )
 
 
-def make_step(device: Device, batch: int, tokens: int, context: int) -> StepBatch:
+def read_profile(path: Path, directory: Path) -> Profile:
+    """The profile in a file. Raises UserError if there is none, or one of another plan than that in `directory`."""
+    how = f"make one with `toolkit bench kernels {directory} --json > step.json`"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
+        raise UserError(f"can't read the profile {path}: {error.strerror}; {how}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no profile: {error}; {how}") from None
+    if found.plan_hash != plan_hash(directory):
+        raise UserError(f"{path} was measured with another plan, {found.plan}, not with {directory}: {how}")
+    return found
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def make_step(device: Device, size: StepSize) -> StepBatch:
     """A step of random tokens, one greedy row a sequence, over pages of its own."""
+    batch, tokens, context = size.batch, size.tokens, size.context
     rng = np.random.default_rng(0)
-    total = batch * tokens
     positions = np.tile(np.arange(context - tokens, context, dtype=np.int32), batch)
     rows = np.zeros(batch, ROW)
-    rows["token"] = np.arange(tokens - 1, total, tokens)
+    rows["token"] = np.arange(tokens - 1, size.rows, tokens)
     rows["sample"], rows["target"], rows["top_p"], rows["repetition_penalty"] = 1, -1, 1.0, 1.0
     slots, pages = [], []
     for limit, cache in zip(device.pages, device.plan.caches, strict=True):
@@ -94,9 +115,9 @@ def make_step(device: Device, batch: int, tokens: int, context: int) -> StepBatc
         pages.append(table)
         slots.append(_slots(table, positions, tokens, cache.page_tokens))
     return StepBatch(
-        tokens=rng.integers(0, device.plan.model.vocab_size, total, dtype=np.int32),
+        tokens=rng.integers(0, device.plan.model.vocab_size, size.rows, dtype=np.int32),
         positions=positions,
-        seq_start=np.arange(0, total + 1, tokens, dtype=np.int32),
+        seq_start=np.arange(0, size.rows + 1, tokens, dtype=np.int32),
         context=np.full(batch, context, np.int32),
         rows=rows,
         slots=slots,
@@ -109,34 +130,44 @@ def _slots(table: Int32, positions: Int32, tokens: int, page_tokens: int) -> Int
     return (table[sequences, positions // page_tokens] * page_tokens + positions % page_tokens).astype(np.int32)
 
 
-def _by_layer(program: tuple[Launch, ...], times: npt.NDArray[np.float64]) -> list[KernelTime]:
-    """Launches that differ only in their layer's number, summed up, the slowest first."""
-    groups: dict[tuple[str, str], list[tuple[float, int]]] = defaultdict(list)
-    for launch, seconds in zip(program, times.tolist(), strict=True):
-        groups[re.sub(r"(?<=[._])\d+", "*", launch.op), launch.kernel].append((seconds, launch.bytes))
-    sums = [
-        KernelTime(op, kernel, len(group), sum(seconds for seconds, _ in group), sum(size for _, size in group))
-        for (op, kernel), group in groups.items()
-    ]
-    return sorted(sums, key=lambda each: -each.seconds)
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def without_layer(name: str) -> str:
+    """The name with `*` for the number of its layer: what is alike in all layers."""
+    return re.sub(r"(?<=[._])\d+", "*", name)
 
 
 def print_profile(result: Profile) -> None:
-    """Print it as a table."""
+    """Print it as a table: launches that differ only in their layer's number summed up, the slowest first."""
     from rich.table import Table
 
     from .console import report_console
 
-    console = report_console()
+    groups: dict[tuple[str, str], list[LaunchTime]] = defaultdict(list)
+    for launch in result.launches:
+        groups[without_layer(launch.op), launch.kernel].append(launch)
+    console, size = report_console(), result.size
     console.print(
-        f"[bold]{result.plan}[/]: {result.batch} sequences × {result.tokens} new tokens, context {result.context}: "
-        f"{result.seconds * 1e3:.2f} ms in kernels, each timed on its own"
+        f"[bold]{result.plan}[/]: {size.batch} sequences × {size.tokens} new tokens, context {size.context}: "
+        f"{result.seconds * 1e3:.2f} ms in kernels, each timed on its own; {result.isa}, {result.threads} threads"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("op", "launches", "µs", "share", "GB/s of weights", "kernel"):
+    for column in ("op", "launches", "µs", "share", "GB/s", "GFLOP/s", "busy", "kernel"):
         table.add_column(column, justify="left" if column in ("op", "kernel") else "right")
-    for each in result.launches:
-        share = f"{each.seconds / result.seconds:.1%}" if result.seconds else ""
-        cells = (f"{each.launches}", f"{each.seconds * 1e6:.1f}", share, f"{each.bandwidth / 1e9:.2f}")
-        table.add_row(each.op, *cells, each.kernel)
+    for (op, kernel), group in sorted(groups.items(), key=lambda item: -_seconds(item[1])):
+        seconds = _seconds(group) or float("inf")
+        cells = (
+            str(len(group)),
+            f"{seconds * 1e6:.1f}",
+            f"{seconds / result.seconds:.1%}",
+            f"{sum(each.bytes for each in group) / seconds / 1e9:.2f}",
+            f"{sum(each.flops for each in group) / seconds / 1e9:.1f}",
+            f"{sum(each.occupancy * each.seconds for each in group) / seconds:.0%}",
+        )
+        table.add_row(op, *cells, kernel)
     console.print(table)
+
+
+def _seconds(group: list[LaunchTime]) -> float:
+    return sum(each.seconds for each in group)

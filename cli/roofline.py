@@ -48,4 +48,4 @@ def arithmetic_rate() -> float:
 def seconds_per_token(plan: Plan, bandwidth: float) -> float:
     """Time of a decode step at batch 1 and a short context that only reads memory, at so many bytes a second."""
     bucket = plan.buckets[0]
-    return sum(launch.bytes for launch in (*bucket.forward, *bucket.sample)) / bandwidth
+    return sum(launch.bytes for launch in bucket.launches) / bandwidth

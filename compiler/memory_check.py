@@ -41,7 +41,7 @@ def check_memory(bucket: Bucket, kernels: Mapping[str, KernelSpec], buffers: Seq
     * launches that may run at the same time touch nothing that one of them writes.
     """
     check_placement(buffers, arena)
-    launches = (*bucket.forward, *bucket.sample)
+    launches = bucket.launches
     _check_bounds(launches, {buffer.value: buffer for buffer in buffers})
     held: list[Access] = []  # what the arena holds: the last writer of each range
     for group in _between_barriers(launches):

@@ -132,7 +132,7 @@ def _is_fill(fill: RandomFill) -> bool:
 def _bucket_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
     if min(bucket.max_tokens, bucket.max_sequences, bucket.max_rows) < 1:
         yield f"bucket {bucket.name} has a limit below 1"
-    for launch in (*bucket.forward, *bucket.sample):
+    for launch in bucket.launches:
         yield from _launch_problems(plan, launch)
 
 
@@ -149,6 +149,11 @@ def _launch_problems(plan: Plan, launch: Launch) -> Iterable[str]:
                 0 <= group < len(plan.caches) and 0 <= slot < len(plan.caches[group].layers)
             ):
                 yield f"{launch.kernel} reads a cache that is not there"
+
+
+def plan_hash(directory: Path | str) -> str:
+    """SHA-256 of a plan's plan.json, which names every other file by its hash: two plans with the same are the same."""
+    return hashlib.sha256((Path(directory) / "plan.json").read_bytes()).hexdigest()
 
 
 def verify_file(root: Path, file: str, sha256: str) -> None:

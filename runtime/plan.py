@@ -102,6 +102,11 @@ class Bucket(_Record, frozen=True):
     forward: tuple[Launch, ...]
     sample: tuple[Launch, ...]
 
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Both segments in order."""
+        return self.forward + self.sample
+
 
 # --- resources --------------------------------------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ def step_source(buckets: Sequence[Bucket], kernels: Mapping[str, KernelSpec], we
     for bucket in buckets:
         launches = [
             {"call": _call(launch, kernels[launch.kernel], index), "barrier": launch.barrier}
-            for launch in (*bucket.forward, *bucket.sample)
+            for launch in bucket.launches
         ]
         rendered.append(
             {

@@ -45,7 +45,7 @@ class Device(Protocol):
         """Copy pages (source, destination) over all layers of a group *(state)*."""
 
     def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
-        """Run a step and return seconds by launch *(state)*."""
+        """Run a step *(state)*; seconds [launches, 1 + threads]: of the whole launch, then of each thread at work."""
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind: weights, arena, kv, host."""

@@ -183,9 +183,9 @@ class CpuDevice:
             pages[:, destination] = pages[:, source]
 
     def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
-        """Run a step with a barrier and a clock around every launch; seconds by launch of the bucket it ran in."""
+        """Run a step with a barrier and clocks around every launch of the bucket that it fits (see `base.Device`)."""
         bucket = find_bucket(self.plan, batch)
-        times = np.zeros(len(bucket.forward) + len(bucket.sample), np.uint64)
+        times = np.zeros((len(bucket.launches), 1 + self.threads), np.uint64)
         self._run(batch, times)
         return times.astype(np.float64) * 1e-9
 

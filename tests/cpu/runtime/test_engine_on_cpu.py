@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from unit.runtime.engine_harness import Output, make_request, run
 
 from toolkit.cli.driver import compile as compile_model
+from toolkit.cli.profile import profile, read_profile
+from toolkit.cli.workload import StepSize
 from toolkit.runtime.debug import debug_level
 from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
@@ -208,3 +211,18 @@ def test_level_1_tells_of_loading_and_steps(
     assert all(phase in said for phase in ("[1] Kernels (x86-64-", "[1] Weights (", "[1] Memory: weights", "[1] steps"))
     assert "[1] steps 1 to 4: 6 tokens in" in said
     assert "[2]" not in said
+
+
+def test_a_profile_times_every_launch(case: Case, tmp_path: Path) -> None:
+    size = StepSize(batch=2, tokens=3, context=40)
+    found = profile(case.directory, EngineOptions(memory=1 << 30, threads=2), size, runs=3)
+    launches = case.plan.buckets[0].launches
+    assert [(each.op, each.kernel) for each in found.launches] == [(each.op, each.kernel) for each in launches]
+    assert all(0 < each.seconds < 1 for each in found.launches)
+    assert all(0 < each.occupancy <= 1 for each in found.launches)
+    assert found.seconds == sum(each.seconds for each in found.launches)
+    assert (found.threads, found.size, found.runs) == (2, size, 3)
+    assert sum(each.flops for each in found.launches) > 6 * sum(launch.flops for launch in launches[:-3])
+    file = tmp_path / "step.json"
+    file.write_bytes(msgspec.json.encode(found))
+    assert read_profile(file, case.directory) == found

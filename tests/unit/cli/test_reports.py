@@ -16,9 +16,11 @@ from unit.runtime.server.fakes import ByteTokenizer
 
 from toolkit.cli import doctor, load, main
 from toolkit.cli.inspect import examine, memory_map
-from toolkit.cli.profile import make_step
+from toolkit.cli.profile import Profile, make_step, read_profile
+from toolkit.cli.workload import StepSize
 from toolkit.runtime.encodings import Q4_0
 from toolkit.runtime.errors import UserError
+from toolkit.runtime.load import plan_hash
 from toolkit.runtime.plan import Buffer, WeightEntry
 from toolkit.runtime.prompt import Prompts
 
@@ -143,13 +145,13 @@ def test_generate_refuses(prompt: list[str], fake_llm: None) -> None:
 def test_profiled_steps_are_legal() -> None:
     """The fake device checks everything about a step and that no read slot is unwritten."""
     device = FakeDevice(fake_plan(windows=(0, 16), page_tokens=4), pages=64)
-    step = make_step(device, batch=3, tokens=9, context=9)
+    step = make_step(device, StepSize(3, 9, 9))
     step.rows["sample"], step.rows["target"] = 0, 3  # the fake sampler wants a history
     result = device.wait(device.submit(step))
     assert result.rows["token"].tolist() == [3, 3, 3]
     assert len(np.unique(np.concatenate([page.ravel() for page in step.pages[:1]]))) == 9
     with pytest.raises(UserError, match="--memory"):
-        make_step(device, batch=3, tokens=1, context=96)
+        make_step(device, StepSize(3, 1, 96))
 
 
 def test_kernels_need_a_plan_and_a_step_it_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +163,21 @@ def test_kernels_need_a_plan_and_a_step_it_can_run(tmp_path: Path, capsys: pytes
     ):
         assert main.run(["bench", "kernels", *arguments]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_profiles_of_other_plans_are_refused(llama_plan: Path, gemma_plan: Path, tmp_path: Path) -> None:
+    made = Profile("plan", plan_hash(llama_plan), "x86-64-v3", 1, StepSize(), 1, 1e-6, ())
+    file = tmp_path / "step.json"
+    file.write_bytes(msgspec.json.encode(made))
+    assert read_profile(file, llama_plan) == made
+    for path, plan, reason in (
+        (file, gemma_plan, "another plan"),
+        (llama_plan / "plan.json", llama_plan, "is no profile"),
+        (tmp_path / "absent", llama_plan, "No such file"),
+    ):
+        with pytest.raises(UserError, match=reason) as caught:
+            read_profile(path, plan)
+        assert f"make one with `toolkit bench kernels {plan} --json > step.json`" in str(caught.value)
 
 
 def test_percentiles_and_prompts() -> None:

@@ -1,0 +1,98 @@
+"""What a step of some size asks of a machine: bytes to read and operations to do, launch by launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from ..kernels_templates.catalog import ArgSpec, KernelSpec
+from ..kernels_templates.registry import FAMILIES
+from ..kernels_templates.render import arguments
+from ..runtime.errors import UserError
+from ..runtime.plan import Arg, Bucket, CacheArg, CacheResource, ConstArg, DimArg, Launch, Plan, WeightArg
+
+
+class StepSize(msgspec.Struct, frozen=True):
+    """A step in which every sequence has as many new tokens, and is sampled once."""
+
+    batch: int = 1
+    """Sequences."""
+    tokens: int = 1
+    """New tokens of each."""
+    context: int = 128
+    """Tokens of each, new ones included."""
+
+    @property
+    def rows(self) -> int:
+        """New tokens in all."""
+        return self.batch * self.tokens
+
+    def bucket(self, plan: Plan) -> Bucket:
+        """The launch program that runs such a step. Raises UserError if the plan has none."""
+        if not self.tokens <= self.context <= plan.model.max_context:
+            raise UserError(f"--context must be {self.tokens} to {plan.model.max_context}, not {self.context}")
+        for bucket in plan.buckets:
+            if self.rows <= bucket.max_tokens and self.batch <= min(bucket.max_sequences, bucket.max_rows):
+                return bucket
+        largest = plan.buckets[-1]
+        raise UserError(
+            f"a step of this plan has at most {largest.max_tokens} tokens and {largest.max_sequences} sequences, not "
+            f"{self.rows} and {self.batch}: lower --batch or --tokens"
+        )
+
+
+class Work(msgspec.Struct, frozen=True):
+    """What a launch reads and computes."""
+
+    bytes: int
+    """Weights, activations and cache; results are not counted."""
+    flops: int
+
+
+def named_args(plan: Plan, launch: Launch) -> list[tuple[ArgSpec, Arg]]:
+    """A launch's arguments with what the catalog says of each; nothing, if it has no such kernel any more."""
+    kernel = plan.kernels[launch.kernel]
+    family = FAMILIES.get(kernel.family)
+    if family is None or not family.params.keys() <= kernel.params.keys():
+        return []
+    specs = arguments(family, KernelSpec(kernel.family, kernel.params))
+    return list(zip(specs, launch.args, strict=True)) if len(specs) == len(launch.args) else []
+
+
+def work(plan: Plan, launch: Launch, size: StepSize) -> Work:
+    """The launch's work in a step: weights count once, activations and operations for every row, and the cache for
+    every token that attention looks at.
+    """
+    per_row = {"R": size.batch}.get(_dim(launch), size.rows)
+    weights = sum(plan.weights[arg.name].bytes for arg in launch.args if isinstance(arg, WeightArg))
+    resident = weights if weights <= launch.bytes else 0  # else rows are looked up
+    total = Work(resident + (launch.bytes - resident) * per_row, launch.flops * per_row)
+    attended = _attention(plan, launch, size)
+    return Work(total.bytes + attended.bytes, total.flops + attended.flops)
+
+
+def _dim(launch: Launch) -> str:
+    """The dimension that the launch grows with."""
+    names = {arg.name for arg in launch.args if isinstance(arg, DimArg)}
+    return "R" if "R" in names else "T"
+
+
+def _attention(plan: Plan, launch: Launch, size: StepSize) -> Work:
+    """Keys and values that the launch reads from a cache: two multiplications and additions a value and query head."""
+    if plan.kernels[launch.kernel].family != "attention":
+        return Work(0, 0)
+    args = {spec.name: arg for spec, arg in named_args(plan, launch)}
+    storage, heads = args["cache"], args["heads"]
+    assert isinstance(storage, CacheArg)
+    assert isinstance(heads, ConstArg)
+    cache = plan.caches[storage.group]
+    seen = _visible(cache, range(size.context - size.tokens, size.context))
+    read = min(size.context, cache.window + size.tokens - 1) if cache.window else size.context
+    flops = 2 * size.batch * seen * int(heads.value) * (cache.key_dim + cache.value_dim)
+    return Work(size.batch * read * cache.page_bytes // cache.page_tokens, flops)
+
+
+def _visible(cache: CacheResource, positions: Iterable[int]) -> int:
+    """Tokens that queries at these positions look at, in all."""
+    return sum(min(position + 1, cache.window or position + 1) for position in positions)
