@@ -10,13 +10,11 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, EncodedArray, Encoding
 from ..runtime.errors import UserError
@@ -53,11 +51,6 @@ class SafetensorsFile:
     """First byte after the header."""
     entries: Mapping[str, _Entry]
 
-    @cached_property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """The whole file, mapped."""
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
-
 
 @dataclass(frozen=True)
 class FileTensor:
@@ -91,10 +84,13 @@ class FileTensor:
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis."""
         encoding, dtype = self._stored
-        begin, end = (self.file.start + offset for offset in self.entry.data_offsets)
-        data = self.file.bytes[begin:end].view(dtype).reshape(self.shape)
-        rows = data[start:stop] if self.shape else data
-        return EncodedArray(encoding, rows.astype("<f4") if dtype == "<f8" else rows)
+        first, last, _ = slice(start, stop).indices(self.shape[0] if self.shape else 1)
+        row = math.prod(self.shape[1:])
+        offset = self.file.start + self.entry.data_offsets[0] + first * row * np.dtype(dtype).itemsize
+        # Read and not mapped, so that memory holds no more than what is asked for.
+        data = np.fromfile(self.file.path, dtype, max(0, last - first) * row, offset=offset)
+        data = data.reshape(-1, *self.shape[1:]) if self.shape else data.reshape(())
+        return EncodedArray(encoding, data.astype("<f4") if dtype == "<f8" else data)
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:

@@ -13,7 +13,6 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +55,14 @@ class GGUFFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
 
-    @cached_property
-    def bytes(self) -> npt.NDArray[np.uint8]:
-        """The whole file, mapped."""
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
+    def rows(self, tensor: GGUFTensor, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """The stored bytes of rows of a tensor, [rows, bytes a row]; a vector is one row.
 
-    def rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
-        """The stored bytes of a tensor, [rows, bytes a row]; a vector is one row."""
-        data = self.bytes[tensor.offset : tensor.offset + tensor.nbytes]
-        return data.reshape(-1, tensor.row_bytes)
+        They are read and not mapped, so that memory holds no more than what is asked for.
+        """
+        first, last, _ = slice(start, stop).indices(math.prod(tensor.shape[:-1]))
+        count, offset = max(0, last - first) * tensor.row_bytes, tensor.offset + first * tensor.row_bytes
+        return np.fromfile(self.path, np.uint8, count, offset=offset).reshape(-1, tensor.row_bytes)
 
 
 def read_gguf(path: Path) -> GGUFFile:

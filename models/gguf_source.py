@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +47,9 @@ class StoredTensor:
         if len(self.shape) == 1:
             whole = self.stored.type.decode_rows(self.file.rows(self.stored))
             return EncodedArray(whole.encoding, whole.data[0, wanted])
-        return self.stored.type.decode_rows(self.file.rows(self.stored)[self._as_slice(wanted)])
+        first = int(wanted.min(initial=self.shape[0]))
+        rows = self.file.rows(self.stored, first, int(wanted.max(initial=first - 1)) + 1)
+        return self.stored.type.decode_rows(rows[wanted - first] if self.heads else rows)
 
     def _interleaved(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         size = self.shape[0] // self.heads
@@ -56,10 +57,6 @@ class StoredTensor:
         half, index = np.divmod(row, size // 2)
         stored: npt.NDArray[np.intp] = head * size + 2 * index + half
         return stored
-
-    def _as_slice(self, rows: npt.NDArray[np.intp]) -> Any:
-        """Consecutive rows as a slice, which copies nothing."""
-        return rows if self.heads or not len(rows) else slice(int(rows[0]), int(rows[-1]) + 1)
 
 
 @dataclass(frozen=True)
