@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import numpy.typing as npt
 
@@ -60,12 +63,16 @@ def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None) 
     scale = np.empty(groups.shape[:2], encoding.scale)
     minimum = np.empty_like(scale) if encoding.has_minimum else None
     step = max(1, _BLOCK // max(1, columns))
-    for start in range(0, len(groups), step):
+
+    def encode_rows(start: int) -> None:
         rows = slice(start, start + step)
         scale[rows], found = fit(groups[rows], encoding, weights)
         if minimum is not None and found is not None:
             minimum[rows] = found
         codes[rows] = nearest(groups[rows], scale[rows], found, encoding)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(encode_rows, range(0, len(groups), step)))
     return EncodedArray(
         encoding,
         codes.reshape(values.shape),
