@@ -1,4 +1,4 @@
-"""`toolkit bench`: measure latency, throughput, serving and kernels."""
+"""`toolkit bench`: measure latency, throughput, serving, kernels and quality."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Console
 
 from ..runtime.errors import UserError
 from ..runtime.options import EngineOptions
 from .client import is_url
 from .load import LoadReport, Sample, open_target, plan_name, random_prompts, report, run_load, running_server
 from .options import Command, as_json, engine_options, step_size
+from .progress import Phases, TerminalPhases
 from .workload import StepSize
 
 
@@ -27,6 +29,7 @@ def command() -> None:
       toolkit bench throughput smol-plan --requests 64
       toolkit bench serve http://127.0.0.1:8000 --rate 4
       toolkit bench kernels smol-plan --batch 8 --context 512
+      toolkit bench quality smol-plan --reference SmolLM2-135M-Instruct.Q4_1.gguf
     """
 
 
@@ -161,6 +164,38 @@ def kernels(*, target: str, size: StepSize, runs: int, options: EngineOptions, a
         click.echo(msgspec.json.encode(result))
     else:
         print_profile(result)
+
+
+@command.command()
+@click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--reference", required=True, metavar="MODEL|PLAN", help="What PLAN should be like: a model, or a plan.")
+@click.option("--text", type=click.Path(path_type=Path), metavar="FILE", help="Text to predict.  [default: a built-in]")
+@click.option("--window", type=click.IntRange(2), default=512, show_default=True, help="Tokens that are run together.")
+@engine_options
+@as_json
+def quality(
+    *, plan: Path, reference: str, text: Path | None, window: int, options: EngineOptions, as_json: bool
+) -> None:
+    """How close a plan is to a reference: perplexity, KL divergence and top-1 agreement over a text.
+
+    A model is run by transformers in float32, which needs the compile extra and the memory for it.
+
+    \b
+    Examples:
+      toolkit bench quality smol-plan --reference SmolLM2-135M-Instruct.Q4_1.gguf
+      toolkit bench quality int4-plan --reference float-plan --text book.txt --json
+    """
+    from .quality import print_quality
+    from .quality import quality as measure
+
+    console = Console(stderr=True)
+    shown = TerminalPhases(console) if console.is_terminal and not as_json else Phases()
+    with shown as phases, phases.phase("Quality"):
+        result = measure(plan, reference, options, text=text, window=window, progress=phases.advance)
+    if as_json:
+        click.echo(msgspec.json.encode(result))
+    else:
+        print_quality(result)
 
 
 def _show(result: LoadReport, as_json: bool) -> None:

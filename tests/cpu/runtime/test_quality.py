@@ -1,0 +1,150 @@
+"""`bench quality` against numbers that torch computes from the same two models."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from toolkit.cli.main import group
+from toolkit.cli.quality import PlanScorer, cut, measure
+from toolkit.compiler.codegen import cpu as codegen
+from toolkit.models.reference import Reference
+from toolkit.runtime.device.machine import cpu_flags
+from toolkit.runtime.errors import UserError
+from toolkit.runtime.options import EngineOptions
+
+SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WORDS = [f"word{number}" for number in range(199)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A tiny model with random weights and a tokenizer of words, and where it is saved."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    config = AutoConfig.for_model("llama", **SIZES)
+    config.dtype = torch.float32
+    from_config: Any = AutoModelForCausalLM.from_config
+    made = from_config(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.save_pretrained(folder)
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapper: Any = PreTrainedTokenizerFast
+    wrapper(tokenizer_object=backend, unk_token=WORDS[0]).save_pretrained(folder)
+    return folder, made
+
+
+@pytest.fixture(scope="module")
+def plan(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from toolkit.cli.driver import compile as compile_model
+
+    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
+        return compile_model(
+            model[0], output=tmp_path_factory.mktemp("plan") / "plan", quant="int4", max_batch=4, max_context=64
+        )
+
+
+def tokens(count: int) -> list[int]:
+    result: list[int] = np.random.default_rng(5).integers(3, 199, count).tolist()
+    return result
+
+
+def torch_logits(made: Any, windows: list[list[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([made(torch.tensor([window])).logits[0, :-1].double() for window in windows])
+
+
+def test_the_measures_are_torchs(model: tuple[Path, Any], plan: Path) -> None:
+    windows = list(cut(tokens(100), 41, bos=None))
+    assert list(map(len, windows)) == [41, 41, 18]
+    scorer = PlanScorer(plan, EngineOptions(memory=1 << 30, threads=1))
+    ours = torch.tensor(np.concatenate([scorer.logprobs(window) for window in windows])).double()
+    found = measure(scorer, Reference(str(model[0])), windows, lambda done: None)
+    scorer.close()
+    logits = torch_logits(model[1], windows)
+    target = torch.tensor([token for window in windows for token in window[1:]])
+    expected = kl_div(ours, log_softmax(logits, -1), log_target=True, reduction="none").sum(-1)
+    assert found["tokens"] == 97
+    assert found["kl"] == pytest.approx(float(expected.mean()), rel=1e-4)
+    assert found["kl"] > 1e-3  # four bits are seen
+    assert found["kl_p99"] == pytest.approx(float(expected.quantile(0.99)), rel=1e-4)
+    assert found["reference_perplexity"] == pytest.approx(math.exp(cross_entropy(logits, target)), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(cross_entropy(ours, target)), rel=1e-5)
+    assert found["top1_agreement"] == pytest.approx(float((ours.argmax(-1) == logits.argmax(-1)).double().mean()))
+
+
+def test_windows_begin_with_the_begin_token() -> None:
+    assert list(cut(list(range(10, 17)), 4, bos=1)) == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16]]
+    assert list(cut(list(range(9)), 4, bos=None)) == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a last token predicts nothing
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(group, ["bench", "quality", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_command(model: tuple[Path, Any], plan: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    ids = tokens(150)
+    text.write_text(" ".join(WORDS[token] for token in ids))
+    options = ["--text", str(text), "--memory", "1GiB", "--threads", "1"]
+    found = json.loads(run(str(plan), "--reference", str(model[0]), "--json", *options))
+    assert found["tokens"] == 147  # the plan holds windows of 63 tokens
+    assert found["window"] == 63
+    logits = torch_logits(model[1], list(cut(ids, 63, None)))
+    target = torch.tensor([token for window in cut(ids, 63, None) for token in window[1:]])
+    assert found["reference_perplexity"] == pytest.approx(math.exp(cross_entropy(logits, target)), rel=1e-5)
+    itself = json.loads(run(str(plan), "--reference", str(plan), "--json", *options))
+    assert itself["kl"] == pytest.approx(0.0, abs=1e-12)
+    assert itself["top1_agreement"] == 1.0
+    assert "KL divergence" in run(str(plan), "--reference", str(plan), *options)
+
+
+def test_what_can_not_be_compared_is_refused(plan: Path, tmp_path: Path) -> None:
+    from toolkit.cli.quality import quality
+
+    def attempt(reference: str, text: Path) -> None:
+        options = EngineOptions(memory=1 << 30, threads=1)
+        quality(plan, reference, options, text=text, window=64, progress=lambda *_: None)
+
+    (tmp_path / "short.txt").write_text("word1")
+    (tmp_path / "good.txt").write_text("word1 word2 word3")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    for text, message in (
+        ("missing.txt", "can't read"),
+        ("binary.txt", "not a text file in UTF-8"),
+        ("short.txt", "give a text of some thousand"),
+        ("good.txt", "transformers can't load the reference"),
+    ):
+        with pytest.raises(UserError, match=message):
+            attempt(str(tmp_path), tmp_path / text)
