@@ -344,7 +344,6 @@ def _paged_attention(low: Lowering, op: Op) -> None:
     q, cache = op.inputs[:2]
     storage = _cache(low, cache)
     window, softcap = int_attr(op.attrs, "window"), float_attr(op.attrs, "softcap")
-    has_sinks = bool_attr(op.attrs, "has_sinks")
     if not bool_attr(op.attrs, "causal"):
         raise Unsupported("attention that is not causal")
     _, heads, key_dim = q.type.shape
@@ -362,8 +361,8 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         "page_tokens": ConstArg(low.target.page_tokens),
         "scale": ConstArg(float_attr(op.attrs, "scale")),
     }
-    if has_sinks:
-        args["sinks"] = low.pointer(op.inputs[2])
+    flags = [name for name in ("sinks", "slopes") if bool_attr(op.attrs, f"has_{name}")]
+    args |= {name: low.pointer(value) for name, value in zip(flags, op.inputs[2:], strict=True)}
     if window:
         args["window"] = ConstArg(window)
     if softcap:
@@ -374,7 +373,8 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         "dtype": low.kv_dtype,
         "has_window": window > 0,
         "has_softcap": softcap > 0,
-        "has_sinks": has_sinks,
+        "has_sinks": "sinks" in flags,
+        "has_slopes": "slopes" in flags,
     }
     low.call("attention", params, args, op)
 

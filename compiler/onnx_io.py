@@ -133,17 +133,18 @@ class _Writer:
         self.node("Identity", key, output=f"present_key.{layer}")
         self.node("Identity", value, output=f"present_value.{layer}")
 
+    def distance(self) -> str:
+        return self.node("Cast", self._distance(), to=TensorProto.FLOAT)
+
     def visible(self, causal: bool, window: int) -> str:
         if (causal, window) not in self._masks:
             self._masks[causal, window] = self._mask(causal, window)
         return self._masks[causal, window]
 
     def _mask(self, causal: bool, window: int) -> str:
-        positions, sequences, key_positions, key_sequences = self._places()
+        _, sequences, _, key_sequences = self._places()
         column, row = (self.constant(np.array([axis], np.int64)) for axis in (1, 0))
-        distance = self.node(
-            "Sub", self.node("Unsqueeze", positions, column), self.node("Unsqueeze", key_positions, row)
-        )
+        distance = self._distance()
         mask = self.node("Equal", self.node("Unsqueeze", sequences, column), self.node("Unsqueeze", key_sequences, row))
         if causal:
             mask = self.node("And", mask, self.node("GreaterOrEqual", distance, self.constant(np.int64(0))))
@@ -151,6 +152,11 @@ class _Writer:
             near = self.node("Less", self.node("Abs", distance), self.constant(np.int64(window)))
             mask = self.node("And", mask, near)
         return mask
+
+    def _distance(self) -> str:
+        positions, _, key_positions, _ = self._places()
+        column, row = (self.constant(np.array([axis], np.int64)) for axis in (1, 0))
+        return self.node("Sub", self.node("Unsqueeze", positions, column), self.node("Unsqueeze", key_positions, row))
 
     def _places(self) -> tuple[str, str, str, str]:
         """Positions[T] and sequences[T] of the tokens, and the same of the keys [P + T], past ones first."""

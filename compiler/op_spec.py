@@ -84,6 +84,9 @@ class OnnxEmitter(Protocol):
     def present(self, layer: int, key: str, value: str) -> None:
         """Declare a layer's keys and values after the step as outputs."""
 
+    def distance(self) -> str:
+        """The name of float32[T, P + T]: how many positions each key, past ones first, is behind each token."""
+
     def visible(self, causal: bool, window: int) -> str:
         """The name of bool[T, P + T]: which keys, past ones first, each token may attend to."""
 

@@ -18,9 +18,10 @@ Tensor ops (as captured)
                                                                   [Hn,D] for x[..,Hn,D]
   rope        (x[T,Hn,D], cos[T,Dr/2], sin[T,Dr/2]) -> [T,Hn,D]   attrs style "half"|"pair"; the first Dr columns rotate,
                                                                   the others pass
-  attention   (q[T,Hq,D], k[T,Hk,D], v[T,Hk,Dv], sinks[Hq]?) -> [T,Hq,Dv]
+  attention   (q[T,Hq,D], k[T,Hk,D], v[T,Hk,Dv], sinks[Hq]?, slopes[Hq]?) -> [T,Hq,Dv]
                                                                   attrs layer, scale, window (0 none: key j is seen from i
-                                                                  if i-j < window), softcap (0 none), causal, has_sinks.
+                                                                  if i-j < window), softcap (0 none), causal, has_sinks,
+                                                                  has_slopes (ALiBi: slope * (i-j) is taken off scores).
                                                                   Sequences are packed: `positions` restarts at 0
   activation  (x) -> x                                            attrs kind: silu gelu gelu_tanh relu relu2 sigmoid
                                                                   quick_gelu tanh softplus exp sqrt rsqrt neg abs ...
@@ -49,7 +50,7 @@ Ops made by passes
                                                                   values. Absent: cos, sin without has_rope, qw, kw
                                                                   (each [D]) without has_qk_norm
   kv_write    (k[T,Hk,D], v[T,Hk,Dv], cache) -> cache'            the unfused form
-  paged_attention (q[T,Hq,D], cache, sinks?) -> [T,Hq,Dv]         attrs of attention plus kv_heads, value_dim
+  paged_attention (q[T,Hq,D], cache, sinks?, slopes?) -> [T,Hq,Dv]  attrs of attention plus kv_heads, value_dim
   pointwise   (a[T,..], b, ..) -> [T,..]                          attrs expr over in0, in1 .., in the language of
                                                                   `kernels_templates.expression`, e.g.
                                                                   "(mul (silu in0) in1)"; inputs broadcast

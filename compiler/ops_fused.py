@@ -23,7 +23,16 @@ from .op_spec import (
     int_attr,
     str_attr,
 )
-from .ops_model import ATTENTION_ATTRS, NORM_ATTRS, ROPE_STYLES, attend, evaluate_norm, infer_norm, rotate
+from .ops_model import (
+    ATTENTION_ATTRS,
+    NORM_ATTRS,
+    ROPE_STYLES,
+    attend,
+    attention_weights,
+    evaluate_norm,
+    infer_norm,
+    rotate,
+)
 from .ops_tensor import PointwiseSpec
 from .shapes import CACHE, TensorType
 
@@ -107,28 +116,26 @@ class KvWrite(OpSpec):
 
 
 class PagedAttention(OpSpec):
-    """(q[T,Hq,D], cache, sinks[Hq]?) -> [T,Hq,Dv]"""
+    """(q[T,Hq,D], cache, sinks[Hq]?, slopes[Hq]?) -> [T,Hq,Dv]"""
 
     kind = "paged_attention"
     attrs = declare(**ATTENTION_ATTRS, kv_heads=AttrSpec("int"), value_dim=AttrSpec("int"))
 
     def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-        sinks = bool_attr(attrs, "has_sinks")
-        good = len(types) == 2 + sinks and len(types[0].shape) == 3 and types[1] == CACHE
+        good = len(types) >= 2 and len(types[0].shape) == 3 and types[1] == CACHE
         expect(good and bool_attr(attrs, "causal"), "q[T, Hq, D], a cache and causal attention", types)
         tokens, heads, _ = types[0].shape
         good = isinstance(heads, int) and heads % int_attr(attrs, "kv_heads") == 0
         expect(good, "Hq a multiple of kv_heads", types)
-        expect(not sinks or types[2].shape == (heads,), "sinks[Hq]", types)
+        attention_weights(types, attrs, 2)
         return (TensorType(types[0].dtype, (tokens, heads, int_attr(attrs, "value_dim"))),)
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
-        q, cache = inputs[:2]
-        sinks = inputs[2] if bool_attr(attrs, "has_sinks") else None
+        q, cache, *weights = inputs
         parts = []
         for name, span, start in packing.sequences():
             keys, values = cache[name]
-            parts.append(attend(q[span], keys, values, start, attrs, sinks=sinks))
+            parts.append(attend(q[span], keys, values, start, attrs, weights=weights))
         return (np.concatenate(parts),)
 
 

@@ -218,11 +218,25 @@ ATTENTION_ATTRS = declare(
     softcap=AttrSpec("float", 0.0),
     causal=AttrSpec("bool", True),
     has_sinks=AttrSpec("bool", False),
+    has_slopes=AttrSpec("bool", False),
 )
 
 
-def attend(q: Array, k: Array, v: Array, start: int, attrs: Attrs, *, sinks: Array | None) -> Array:
-    """One sequence's attention, in float64: q[n,Hq,D] at positions `start..`, k[m,Hk,D] and v[m,Hk,Dv] at 0 .. m-1."""
+def attention_weights(types: Types, attrs: Attrs, first: int) -> None:
+    """Check the inputs [Hq] from number `first` on that the flags declare: sinks, then slopes."""
+    heads = types[0].shape[1:2]
+    count = bool_attr(attrs, "has_sinks") + bool_attr(attrs, "has_slopes")
+    good = len(types) == first + count and all(each.shape == heads for each in types[first:])
+    expect(good, f"{count} inputs [Hq] after {first}, as flagged", types)
+
+
+def attend(q: Array, k: Array, v: Array, start: int, attrs: Attrs, *, weights: Sequence[Array]) -> Array:
+    """One sequence's attention, in float64: q[n,Hq,D] at positions `start..`, k[m,Hk,D] and v[m,Hk,Dv] at 0 .. m-1.
+
+    `weights` are sinks and slopes as flagged.
+    """
+    rest = list(weights)
+    sinks = rest.pop(0) if bool_attr(attrs, "has_sinks") else None
     repeat = q.shape[1] // k.shape[1]
     keys, values = (np.repeat(x.astype(np.float64), repeat, axis=1).transpose(1, 0, 2) for x in (k, v))
     scores = q.astype(np.float64).transpose(1, 0, 2) @ keys.transpose(0, 2, 1) * float_attr(attrs, "scale")
@@ -230,15 +244,17 @@ def attend(q: Array, k: Array, v: Array, start: int, attrs: Attrs, *, sinks: Arr
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
     distance = (start + np.arange(len(q)))[:, None] - np.arange(len(k))[None, :]
+    if rest:
+        scores = scores - rest[0][:, None, None] * distance
     scores = np.where(seen(distance, attrs), scores, -np.inf)
     top = scores.max(-1, keepdims=True)
     if sinks is not None:
         top = np.maximum(top, sinks[:, None, None])
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
+    parts = np.exp(scores - top)
+    total = parts.sum(-1, keepdims=True)
     if sinks is not None:
         total = total + np.exp(sinks[:, None, None] - top)
-    out: Array = (weights / total @ values).transpose(1, 0, 2).astype(np.float32)
+    out: Array = (parts / total @ values).transpose(1, 0, 2).astype(np.float32)
     return out
 
 
@@ -250,14 +266,13 @@ def seen(distance: Array, attrs: Attrs) -> Array:
 
 
 class Attention(OpSpec):
-    """(q[T,Hq,D], k[T,Hk,D], v[T,Hk,Dv], sinks[Hq]?) -> [T,Hq,Dv]"""
+    """(q[T,Hq,D], k[T,Hk,D], v[T,Hk,Dv], sinks[Hq]?, slopes[Hq]?) -> [T,Hq,Dv]"""
 
     kind = "attention"
     attrs = ATTENTION_ATTRS
 
     def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-        sinks = bool_attr(attrs, "has_sinks")
-        good = len(types) == 3 + sinks and all(len(t.shape) == 3 for t in types[:3])
+        good = len(types) >= 3 and all(len(t.shape) == 3 for t in types[:3])
         expect(good, "q[T, Hq, D], k[T, Hk, D], v[T, Hk, Dv]", types)
         (tokens, heads, width), (_, kv_heads, _), (_, _, value_width) = (t.shape for t in types[:3])
         expect(
@@ -267,14 +282,13 @@ class Attention(OpSpec):
         )
         good = isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads == 0
         expect(good, "Hq a multiple of Hk", types)
-        expect(not sinks or types[3].shape == (heads,), "sinks[Hq]", types)
+        attention_weights(types, attrs, 3)
         return (TensorType(types[0].dtype, (tokens, heads, value_width)),)
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
-        q, k, v = inputs[:3]
-        sinks = inputs[3] if bool_attr(attrs, "has_sinks") else None
+        q, k, v, *weights = inputs
         spans = [span for _, span, _ in packing.sequences()]
-        return (np.concatenate([attend(q[s], k[s], v[s], 0, attrs, sinks=sinks) for s in spans]),)
+        return (np.concatenate([attend(q[s], k[s], v[s], 0, attrs, weights=weights) for s in spans]),)
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
         layer, softcap = int_attr(op.attrs, "layer"), float_attr(op.attrs, "softcap")
@@ -293,6 +307,9 @@ class Attention(OpSpec):
         if softcap:
             cap = emit.constant(np.float32(softcap))
             scores = emit.node("Mul", emit.node("Tanh", emit.node("Div", scores, cap)), cap)
+        if op.attrs["has_slopes"]:
+            slopes = emit.node("Unsqueeze", inputs[-1], emit.constant(np.array([1, 2], np.int64)))
+            scores = emit.node("Sub", scores, emit.node("Mul", slopes, emit.distance()))
         mask = emit.visible(bool_attr(op.attrs, "causal"), int_attr(op.attrs, "window"))
         scores = emit.node("Where", mask, scores, emit.constant(np.float32(-np.inf)))
         weights = self._softmax(emit, scores, inputs[3] if op.attrs["has_sinks"] else "")

@@ -108,11 +108,13 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: npt.NDArray[np.float32] | None = None,
+    slopes: npt.NDArray[np.float32] | None = None,
 ) -> npt.NDArray[np.float32]:
     """Causal attention of q[T, heads, key_dim] over pages[S, P], in float64; the result is [T, heads, value_dim].
 
     Query i of sequence s has position `context[s] - (seq_start[s + 1] - seq_start[s]) + i` and sees the keys up to it,
-    the last `window` of them if there is a window. A sink is one more score of its head, without a value.
+    the last `window` of them if there is a window. A sink is one more score of its head, without a value. With slopes
+    (ALiBi) a score sinks by its head's slope for each position that the key is behind.
     """
     heads = q.shape[1]
     out = np.empty((len(q), heads, cache.value_dim), np.float32)
@@ -124,6 +126,8 @@ def attention(
             scores = np.einsum("hd,jhd->hj", q[row].astype(np.float64) * scale, k[seen])
             if softcap:
                 scores = np.tanh(scores / softcap) * softcap
+            if slopes is not None:
+                scores = scores - slopes[:, None].astype(np.float64) * np.arange(scores.shape[1])[::-1]
             extra = np.full(heads, -np.inf) if sinks is None else sinks.astype(np.float64)
             top = np.maximum(scores.max(axis=1), extra)
             weights = np.exp(scores - top[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,8 +11,8 @@ from torch import SymInt, Tensor, fx
 
 from ..compiler.ir import Attr, Value
 from .emitter import BINARY
-from .probe import ACTIVATIONS
-from .translate import Handler, Operand, Positional, Traced, Translator, Untranslatable, Weight, op_name
+from .probe import ACTIVATIONS, MaskKind, classify_mask
+from .translate import Handler, Mask, Operand, Positional, Traced, Translator, Untranslatable, Weight, op_name
 
 H = TypeVar("H", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
@@ -77,6 +78,32 @@ def _attention(t: Translator, node: fx.Node, *operands: Operand | None, **attrs:
     return Traced(t.emitter.emit("attention", *inputs, **attrs, has_sinks=len(inputs) == 4), 0)
 
 
+@translates("aten.scaled_dot_product_attention")
+def _sdpa(t: Translator, node: fx.Node, *given: Any, scale: float | None = None, **_: object) -> Traced:
+    """Attention of q[1, Hq, T, D], k[1, Hk, T, D], v[1, Hk, T, Dv], in which Hk is 1 or Hq."""
+    query, key, value, mask, _, causal = _filled(given, *[None] * 4, 0.0, False)
+    heads = [t.traced(x) for x in (query, key, value)]
+    if any((x.rank, x.batch) != (4, 0) for x in heads):
+        raise Untranslatable("expected q[1, Hq, T, D], k[1, Hk, T, D] and v[1, Hk, T, Dv]")
+    q, k, v = (t.emitter.transpose(x.value, (1, 0, 2)) for x in heads)
+    kind = MaskKind(None) if mask is None else classify_mask(t.example(mask)) if isinstance(mask, Mask) else None
+    if kind is None:
+        raise Untranslatable("its mask is neither causal nor ALiBi")
+    slopes = [] if kind.slopes is None else [t.emitter.constant("alibi.slopes", kind.slopes.numpy())]
+    layer = t.emitter.layer
+    if layer is None:
+        raise Untranslatable("it is in none of the layers")
+    attrs: dict[str, Attr] = {"causal": causal or mask is not None, "has_slopes": kind.slopes is not None}
+    scale = node.args[0].meta["val"].shape[-1] ** -0.5 if scale is None else scale  # type: ignore[union-attr]
+    out = t.emitter.emit("attention", q, *t.emitter.ungrouped(k, v), *slopes, layer=layer, scale=scale, **attrs)
+    return Traced(t.emitter.transpose(out, (1, 0, 2)), 0)
+
+
+@translates("toolkit.causal_mask")
+def _causal_mask(t: Translator, node: fx.Node, x: Operand) -> Mask:
+    return Mask(node)
+
+
 @translates("toolkit.take_rows")
 def _take_rows(t: Translator, node: fx.Node, x: Operand, rows: Operand) -> Traced:
     return Traced(t.emitter.take_rows(t.traced(x).value, t.traced(rows).value), 0)
@@ -124,17 +151,15 @@ def _linear(t: Translator, node: fx.Node, x: Operand, weight: Operand, bias: Ope
 def _addmm(t: Translator, node: fx.Node, bias: Operand, x: Operand, weight: Operand) -> Traced:
     if not isinstance(weight, Weight):
         raise Untranslatable("its matrix is no parameter")
-    x = t.traced(x)
-    transposed = t.emitter.weight(weight.name, weight.shape, transpose=True)
-    return Traced(t.emitter.emit("linear", x.value, transposed, t.traced(bias).value, has_bias=True), x.batch)
+    x, matrix = t.traced(x), t.matrix(weight, transpose=True)
+    return Traced(t.emitter.emit("linear", x.value, matrix, t.traced(bias).value, has_bias=True), x.batch)
 
 
 @translates("aten.mm", "aten.matmul", "aten.bmm")
 def _matmul(t: Translator, node: fx.Node, a: Operand, b: Operand) -> Traced:
     x = t.traced(a)
     if isinstance(b, Weight) and len(b.shape) == 2:
-        weight = t.emitter.weight(b.name, b.shape, transpose=True)
-        return Traced(t.emitter.emit("linear", x.value, weight, has_bias=False), x.batch)
+        return Traced(t.emitter.emit("linear", x.value, t.matrix(b, transpose=True), has_bias=False), x.batch)
     y = t.traced(b)
     if x.batch != y.batch or (x.batch or 0) >= x.rank - 2 or x.rank != y.rank:
         raise Untranslatable("it multiplies along the batch")
@@ -358,7 +383,9 @@ def _squeeze(t: Translator, node: fx.Node, x: Operand, dim: int) -> Traced:
 
 
 @translates("aten.permute")
-def _permute(t: Translator, node: fx.Node, x: Operand, dims: Sequence[int]) -> Traced:
+def _permute(t: Translator, node: fx.Node, x: Operand, dims: Sequence[int]) -> Operand:
+    if isinstance(x, Weight) and [dim % 2 for dim in dims] == [1, 0]:
+        return replace(x, transposed=not x.transposed)
     x = t.traced(x)
     order = [dim % x.rank for dim in dims]
     perm = [x.axis(dim) for dim in order if dim != x.batch]
@@ -367,14 +394,14 @@ def _permute(t: Translator, node: fx.Node, x: Operand, dims: Sequence[int]) -> T
 
 
 @translates("aten.transpose", "aten.swapaxes")
-def _transpose(t: Translator, node: fx.Node, x: Operand, first: int, second: int) -> Traced:
+def _transpose(t: Translator, node: fx.Node, x: Operand, first: int, second: int) -> Operand:
     order = list(range(node.meta["val"].ndim))
     order[first], order[second] = order[second], order[first]
     return _permute(t, node, x, order)
 
 
-@translates("aten.t")
-def _t(t: Translator, node: fx.Node, x: Operand) -> Traced:
+@translates("aten.t", "aten.numpy_T")
+def _t(t: Translator, node: fx.Node, x: Operand) -> Operand:
     return _permute(t, node, x, (1, 0))
 
 
@@ -441,9 +468,53 @@ def _stack(t: Translator, node: fx.Node, parts: Sequence[Operand], dim: int = 0)
     return Traced(t.emitter.concat(rows, axis), after)
 
 
-@translates("aten.expand")
-def _expand(t: Translator, node: fx.Node, x: Operand, *_: object) -> Operand:
+@translates("aten.expand", "aten.broadcast_to")
+def _expand(t: Translator, node: fx.Node, x: Operand, *_: object, **__: object) -> Operand:
     before, after = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
-    if len(before) != len(after) or any(a != b for a, b in zip(before, after, strict=True)):
+    if len(before) != len(after):
         raise Untranslatable(f"it expands {tuple(before)} to {tuple(after)}")
-    return x
+    times = [1 if old == new else new for old, new in zip(before, after, strict=True)]
+    return x if times == [1] * len(times) else _repeated(t, t.traced(x), times)
+
+
+@translates("aten.repeat")
+def _repeat(t: Translator, node: fx.Node, x: Operand, times: Sequence[int]) -> Traced:
+    x = t.traced(x)
+    if len(times) != x.rank:
+        raise Untranslatable(f"it adds axes by repeating {len(times)} of {x.rank}")
+    return _repeated(t, x, times)
+
+
+@translates("aten.repeat_interleave")
+def _repeat_interleave(t: Translator, node: fx.Node, x: Operand, times: int, dim: int, **_: object) -> Traced:
+    x = t.traced(x)
+    if not isinstance(times, int):
+        raise Untranslatable("it repeats each part its own number of times")
+    axis, shape = x.axis(dim), x.value.type.shape
+    each = t.emitter.reshape(x.value, (*shape[: axis + 1], 1, *shape[axis + 1 :]))
+    together = t.emitter.repeat(each, axis + 1, times)
+    return Traced(t.emitter.reshape(together, t.shape(node.meta["val"], x.batch)), x.batch)
+
+
+def _repeated(t: Translator, x: Traced, times: Sequence[int]) -> Traced:
+    """A tensor, so many times along each axis."""
+    if any(not isinstance(count, int) for count in times):
+        raise Untranslatable("it repeats by the number of tokens")
+    value = x.value
+    for dim, count in enumerate(times):
+        if count != 1:
+            value = t.emitter.repeat(value, x.axis(dim), count)
+    return Traced(value, x.batch)
+
+
+@translates("aten.index")
+def _index(t: Translator, node: fx.Node, x: Operand, indices: Sequence[Operand | None]) -> Traced:
+    (dim, index), *more = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if more or not isinstance(index, Tensor) or index.ndim != 1:
+        raise Untranslatable("it gathers by more than one row of constants")
+    x = t.traced(x)
+    axis, size = x.axis(dim), node.all_input_nodes[0].meta["val"].shape[dim]
+    if not isinstance(size, int):
+        raise Untranslatable("it gathers among the tokens")
+    parts = [t.emitter.slice(x.value, axis, start, start + 1) for start in (index % size).tolist()]
+    return Traced(t.emitter.concat(parts, axis) if len(parts) > 1 else parts[0], x.batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from transformers import PreTrainedConfig
 
-from ..compiler.ir import Graph
+from ..compiler.ir import Graph, Op
 from .hooks import Hooks
 
 LISTED = 8
@@ -24,7 +24,7 @@ def find_missing(
     count = getattr(config, "num_hidden_layers", 0)
     return [
         *_attention(graph, count),
-        *_rotations(graph, hooks),
+        *_rotations(graph, config, hooks),
         *_norms(graph, hooks.norms),
         *_feed_forward(graph, config, [f"{hooks.layers.path}.{index}." for index in range(count)]),
         *_head(graph),
@@ -42,12 +42,32 @@ def _attention(graph: Graph, count: int) -> list[str]:
     ]
 
 
-def _rotations(graph: Graph, hooks: Hooks) -> list[str]:
-    """Queries and keys are rotated, if the model has rotary tables."""
-    count = sum(op.kind == "rope" for op in graph.ops)
-    if count == 0 and hooks.rope.tables:
-        return ["the model has rotary tables, but nothing rotates"]
-    return [f"{count} ops rotate, expected a query and a key each"] if count % 2 else []
+def _rotations(graph: Graph, config: PreTrainedConfig, hooks: Hooks) -> list[str]:
+    """Queries and keys are rotated in every layer, or in the layers that a list of the configuration tells apart.
+
+    With ALiBi nothing rotates, although the model may have rotary tables.
+    """
+    attention = [op for op in graph.ops if op.kind == "attention"]
+    if not hooks.rope.tables or all(op.attrs["has_slopes"] for op in attention):
+        return []
+    count = getattr(config, "num_hidden_layers", 0)
+    found = Counter(_layer(op, hooks.layers.path) for op in graph.ops if op.kind == "rope")
+    rotations = [found[layer] for layer in range(count)]
+    wrong = [layer for layer, rotated in enumerate(rotations) if rotated not in (0, 2)]
+    if wrong:
+        return [f"{rotations[wrong[0]]} ops rotate in layer {wrong[0]}, expected a query and a key"]
+    lists = [each for each in config.to_dict().values() if isinstance(each, list) and len(each) == count]
+    kinds = [dict(zip(map(str, each), rotations, strict=True)) for each in lists]
+    explained = any([kind[str(x)] for x in each] == rotations for kind, each in zip(kinds, lists, strict=True))
+    if 2 not in rotations or (0 in rotations and not explained):
+        return [f"{rotations.count(0)} of {count} layers rotate no query and key, and the configuration doesn't say so"]
+    return []
+
+
+def _layer(op: Op, layers: str) -> int | None:
+    """The layer that an op belongs to, given the path of the list of layers."""
+    inside = op.source.module.removeprefix(f"{layers}.").partition(".")[0]
+    return int(inside) if layers and inside.isdecimal() else None
 
 
 def _norms(graph: Graph, paths: Collection[str]) -> list[str]:
@@ -59,12 +79,13 @@ def _norms(graph: Graph, paths: Collection[str]) -> list[str]:
 
 def _feed_forward(graph: Graph, config: PreTrainedConfig, layers: list[str]) -> list[str]:
     """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
-    given = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "n_inner")]
+    names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+    given = [getattr(config, name, None) for name in names]
     flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
-    widths = {width for width in flat if isinstance(width, int)}
+    widths = {width for width in flat if isinstance(width, int)} or {4 * config.hidden_size}
     readers = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
     lost = [layer.strip(".") for layer in layers if not any(module.startswith(layer) for module in readers)]
-    if not widths or not lost:
+    if not lost:
         return []
     width = " or ".join(map(str, sorted(widths)))
     return [f"{len(lost)} of {len(layers)} layers have no linear op that reads {width} columns: {_some(lost)}"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -55,14 +56,15 @@ class _Capture:
         self.model = build_model(config, dtype)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
-        nn.Module.to(self.model, device="meta")
+        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        _fake(self.model, self.fakes)
         _untie(self.model, has_weight)
         self.tensors = _parameter_tensors(self.model, has_weight)
 
     def graph(self) -> Graph:
         problems = self.hooks.problems
         try:
-            program = export(self.model, self.hooks)
+            program = export(self.model, self.hooks, self.fakes)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise self._error([*problems, f"torch.export failed: {type(error).__name__}: {reason}"]) from error
@@ -148,10 +150,11 @@ class _Step(nn.Module):
         return logits
 
 
-def export(model: PreTrainedModel, hooks: Hooks) -> ExportedProgram:
-    """Export a model on meta for T tokens in a batch of 1 and R rows; no op writes to its inputs."""
-    tokens = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device="meta")
-    rows = torch.zeros(EXAMPLE_ROWS, dtype=torch.long, device="meta")
+def export(model: PreTrainedModel, hooks: Hooks, fakes: FakeTensorMode) -> ExportedProgram:
+    """Export a model of fake tensors for T tokens in a batch of 1 and R rows; no op writes to its inputs."""
+    with fakes:
+        tokens = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long)
+        rows = torch.zeros(EXAMPLE_ROWS, dtype=torch.long)
     count, row_count = Dim("T", min=2, max=1 << 20), Dim("R", min=2, max=1 << 20)
     with torch.no_grad(), hooks.installed(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,6 +165,27 @@ def export(model: PreTrainedModel, hooks: Hooks) -> ExportedProgram:
             strict=False,
         )
         return program.run_decompositions({}) if any(map(_mutates, program.graph.nodes)) else program
+
+
+def _fake(model: PreTrainedModel, fakes: FakeTensorMode) -> None:
+    """Put fake tensors in place of parameters and buffers; tied parameters stay tied.
+
+    Fakes claim to be on the CPU. On meta, constants that the model makes while it is traced would have no numbers.
+    """
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with fakes:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        tensors: dict[str, Tensor | None]
+        for tensors in (module._parameters, module._buffers):  # type: ignore[assignment]
+            tensors |= {name: fake(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
 def _mutates(node: fx.Node) -> bool:

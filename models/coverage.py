@@ -20,6 +20,7 @@ TESTED: Mapping[str, str] = MappingProxyType(
         "cwm": "Code World Model",
         "ernie4_5": "ERNIE 4.5, dense",
         "exaone4": "EXAONE 4",
+        "falcon": "Falcon 7B, 11B, 40B and 180B, Falcon RW",
         "gemma": "Gemma",
         "gemma2": "Gemma 2",
         "gemma3_text": "Gemma 3, text",

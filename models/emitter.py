@@ -178,6 +178,30 @@ class Emitter:
             return None
         return self.emit("rope", whole, *rope.inputs[1:], **rope.attrs)
 
+    def repeat(self, x: Value, axis: int, times: int) -> Value:
+        """Equal parts along an axis."""
+        return x if times == 1 else self.concat([x] * times, axis)
+
+    def ungrouped(self, key: Value, value: Value) -> tuple[Value, Value]:
+        """Keys and values [T, Hq, D] of attention, each head once if they were repeated for groups of queries."""
+        found = self._unrepeated(key), self._unrepeated(value)
+        return (key, value) if found[0].type.shape[1] != found[1].type.shape[1] else found
+
+    def _unrepeated(self, x: Value) -> Value:
+        """Heads [T, Hk, D] which x[T, Hk * n, D] has n times each; a rotation moves behind that."""
+        rope = self.producer(x, "rope")
+        if rope is not None:
+            inner = self._unrepeated(rope.inputs[0])
+            return x if inner == rope.inputs[0] else self.emit("rope", inner, *rope.inputs[1:], **rope.attrs)
+        reshape = self.producer(x, "reshape")
+        joined = self.producer(reshape.inputs[0], "concat") if reshape is not None else None
+        if joined is None or joined.attrs["axis"] != 2 or len(set(joined.inputs)) > 1:
+            return x
+        tokens, heads, *rest = joined.inputs[0].type.shape
+        if rest != [1, *x.type.shape[2:]]:
+            return x
+        return self.reshape(joined.inputs[0], (tokens, heads, *x.type.shape[2:]))
+
     def take_rows(self, x: Value, rows: Value) -> Value:
         """The rows that need logits, taken before a norm or whatever else treats each row alone."""
         op = self._producers.get(x.name)
@@ -192,6 +216,12 @@ class Emitter:
         return len(op.output.type.shape) == 2 and all(v.name in weights and len(v.type.shape) == 1 for v in others)
 
     # layers
+
+    @property
+    def layer(self) -> int | None:
+        """The layer that the op now translated belongs to."""
+        inside = self.source.module.removeprefix(f"{self._layers}.").partition(".")[0]
+        return int(inside) if self._layers and inside.isdecimal() else None
 
     def begin_layer(self, index: int, x: Value) -> Value:
         """The ops from here to `end_layer` are this layer's."""

@@ -26,6 +26,8 @@ from .tracing import OPS
 
 ATTENTION = "toolkit"
 """Name of our function in the attention registry. The mask registry lacks it, so models build no masks."""
+FALLBACK = "sdpa"
+"""The implementation of models that don't use the registry: one torch op, which is translated."""
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 
 
@@ -45,7 +47,8 @@ class Hooks:
         self._rows: Tensor | None = None
         self._unknown: set[str] = set()
         self._modeling = _modeling_files(model)
-        if not any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in self._modeling):
+        self._exchangeable = any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in self._modeling)
+        if not self._exchangeable and not model._supports_sdpa:
             self.report(f"attention in {type(model).__name__} is not exchangeable")
         self._replace_modules(model)
         self._replace_head(model)
@@ -62,19 +65,31 @@ class Hooks:
 
     @contextmanager
     def installed(self, model: PreTrainedModel) -> Iterator[None]:
-        """The replacements that are global: the attention function, and the rope functions of the model's files."""
+        """The replacements that are global: the attention function, and functions of the model's files."""
         configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         for config in configs.values():
-            config._attn_implementation = ATTENTION
+            config._attn_implementation = ATTENTION if self._exchangeable else FALLBACK
         with ExitStack() as undo:
             ALL_ATTENTION_FUNCTIONS[ATTENTION] = self.attention
             undo.callback(ALL_ATTENTION_FUNCTIONS.pop, ATTENTION)
             for module in self._modeling:
                 for name, function in list(vars(module).items()):
-                    if name.startswith("apply_rotary") and inspect.isfunction(function):
+                    if not inspect.isfunction(function):
+                        continue
+                    if name.startswith("apply_rotary"):
                         undo.callback(setattr, module, name, function)
                         setattr(module, name, self.rope.replaced(function))
+                    elif name == "create_causal_mask" and not self._exchangeable:
+                        undo.callback(setattr, module, name, function)
+                        setattr(module, name, self._causal_mask)
             yield
+
+    def _causal_mask(self, config: object, inputs_embeds: Tensor, attention_mask: object, **kwargs: object) -> Tensor:
+        """What models that use no registry call to make a mask."""
+        if attention_mask is not None or any(kwargs.get(f"{word}_mask_function") for word in ("or", "and")):
+            self.report("a mask that is more than causal")
+        mask: Tensor = OPS.causal_mask(inputs_embeds)
+        return mask
 
     def _replace_modules(self, model: PreTrainedModel) -> None:
         config: Any = model.config

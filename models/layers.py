@@ -26,6 +26,7 @@ class LayerHooks:
         self.path = _layer_list(model)
         """Module path of the list of layers, "" if there is none."""
         self._like: dict[object, list[int]] = {}
+        self._results: dict[int, Callable[[Tensor], Any]] = {}
         self._seen: list[Tensor] = []
         if self.path and stamp:
             self._replace(model)
@@ -50,11 +51,17 @@ class LayerHooks:
             same = self._like.setdefault((structure, self._identity(rest), self._identity(kwargs)), [])
             same.append(index)
             if len(same) > 2:
-                return OPS.layer_repeat(hidden, same[0], index)
+                return self._results[same[0]](OPS.layer_repeat(hidden, same[0], index))
             out = original(OPS.layer_begin(hidden, same[0], index), *rest, **kwargs)
+            if isinstance(out, tuple) and isinstance(out[0], Tensor):
+                # The rest is for looking at. Were it passed to other layers, no three of these would be called alike.
+                nothing = (None,) * (len(out) - 1)
+                self._results[index] = lambda x: (x, *nothing)
+                return OPS.layer_end(out[0], same[0], index), *out[1:]
             if not isinstance(out, Tensor):
-                same.clear()  # several results: not to be copied
+                same.clear()
                 return out
+            self._results[index] = lambda x: x
             return OPS.layer_end(out, same[0], index)
 
         return forward

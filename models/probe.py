@@ -1,4 +1,4 @@
-"""Numeric classification of norms, activations and rotary embeddings.
+"""Numeric classification of norms, activations, rotary embeddings and masks.
 
 Modeling code uses the same names for different maths, so nothing here trusts a name: a module or function is run on
 random inputs and compared with reference formulas. The answer is a kind of the op table, or None if none agrees.
@@ -62,6 +62,14 @@ class RopeKind:
         """The distinct columns of a table [.., W]."""
         half = table.shape[-1] // 2
         return {"cat": table[..., :half], "repeat": table[..., ::2], "whole": table}[self.layout]
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What a mask does besides hiding later tokens: attributes of the `attention` op."""
+
+    slopes: Tensor | None
+    """ALiBi [H], float32: a head's scores sink by its slope for each token of distance."""
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:
@@ -215,3 +223,30 @@ def _widen(distinct: Tensor, layout: Layout) -> Tensor:
     if layout == "cat":
         return distinct.repeat(1, 2)[None]
     return distinct.repeat_interleave(2 if layout == "repeat" else 1, 1)[None]
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+HIDDEN = -5e3
+"""What is added to a score to hide it is at most this."""
+ROUNDING = 2.0**-7
+"""Largest difference, relative to the largest value, at which a bias computed in bfloat16 counts as ALiBi."""
+
+
+def classify_mask(mask: Tensor) -> MaskKind | None:
+    """The kind of a mask [.., n, n] of one sequence, bool or added to the scores, or None.
+
+    An ALiBi bias (https://arxiv.org/abs/2108.12409) may count from any token: softmax is the same for all of a row.
+    """
+    bias = torch.where(mask, 0.0, 2 * HIDDEN) if mask.dtype == torch.bool else mask.float()
+    bias = bias.reshape(-1, *mask.shape[-2:])
+    seen = torch.ones_like(bias[0], dtype=torch.bool).tril()
+    if bias[:, ~seen].max() > HIDDEN:
+        return None
+    slopes = bias[:, 1, 1] - bias[:, 1, 0]
+    place = torch.arange(bias.shape[-1])
+    expected = slopes[:, None, None] * (place[None, :] - place[:, None]) + bias.diagonal(dim1=1, dim2=2)[..., None]
+    difference = (bias - expected)[:, seen].abs().max()
+    if not difference <= ROUNDING * bias[:, seen].abs().max():
+        return None
+    return MaskKind(slopes if slopes.any() else None)

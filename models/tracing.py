@@ -36,6 +36,10 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tens
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
+def _square(x: Tensor) -> Tensor:
+    return x.new_empty((1, 1, x.shape[1], x.shape[1]), dtype=torch.bool)
+
+
 def _rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.new_empty((1, rows.shape[0], x.shape[-1]))
 
@@ -50,6 +54,7 @@ _define(
     "bool causal) -> Tensor",
     _attended,
 )
+_define("causal_mask(Tensor x) -> Tensor", _square)
 _define("take_rows(Tensor x, Tensor rows) -> Tensor", _rows)
 _define("layer_begin(Tensor x, int like, int index) -> Tensor", _like_first)
 _define("layer_end(Tensor x, int like, int index) -> Tensor", _like_first)

@@ -2,7 +2,8 @@
 
 The export has a batch dimension of 1, the IR has none: a translated tensor remembers which torch axis was the batch,
 and that axis is left out of its IR value. What depends on constants alone is computed by torch; what depends on the
-positions alone is computed for every position and becomes a table.
+positions alone is computed for every position and becomes a table. A mask is computed for a short sequence, to see
+what it does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ WRAPPER = "model"
 """Attribute of the exported module that holds the model: the first part of every path in the export."""
 LARGEST_ROW = 1 << 16
 """Most numbers a position that are computed at compile time."""
+MASK_TOKENS = 24
+"""Tokens of the sequence for which masks are computed."""
 
 
 class Untranslatable(Exception):
@@ -56,6 +59,8 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
+    """As the checkpoint has it."""
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,14 @@ class Positional:
         return self.forward.movedim(self.axis, 0).flatten(1).contiguous()
 
 
-Operand = Traced | Weight | Positional | Tensor
+@dataclass(frozen=True)
+class Mask:
+    """A tensor [.., T, T] that attention adds to its scores or hides them by: a node that depends on no activation."""
+
+    node: fx.Node
+
+
+Operand = Traced | Weight | Positional | Mask | Tensor
 """What a tensor of the export became. A real torch tensor is a constant."""
 Handler = Callable[..., Any]
 """A function of the translator, the node and the op's arguments, which returns the operand or operands it became."""
@@ -120,6 +132,7 @@ class Translator:
         self._handlers = {**handlers, "getitem": _item}
         self._symbols = symbols
         self._values: dict[fx.Node, Any] = {}
+        self._examples: dict[fx.Node, Any] = {}
 
     def run(self, graph: fx.Graph, operands: Mapping[str, Operand]) -> Value | None:
         """The graph's only output, or None if it can't be translated. `operands` are the placeholders by name."""
@@ -163,6 +176,8 @@ class Translator:
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
         if op_name(node).startswith("aten.") and not any(isinstance(leaf, (Traced, Weight)) for leaf in leaves):
+            if any(isinstance(leaf, Mask) for leaf in leaves):
+                return Mask(node)
             if any(isinstance(leaf, (Positional, SymInt)) for leaf in leaves):
                 return self._tabulate(node, args, kwargs)
             return _compute(node, args, kwargs)
@@ -225,13 +240,42 @@ class Translator:
         if isinstance(operand, Traced):
             return operand
         if isinstance(operand, Weight):
-            return Traced(self.emitter.weight(operand.name, operand.shape))
+            return Traced(self.matrix(operand, transpose=False))
         if isinstance(operand, Positional):
             return self._positional(operand)
         if isinstance(operand, Tensor):
             array = operand.float() if operand.is_floating_point() else operand
             return Traced(self.emitter.constant("constant", array.numpy()))
         raise Untranslatable(f"it takes a {type(operand).__name__}")
+
+    def matrix(self, weight: Weight, *, transpose: bool) -> Value:
+        """A parameter as it is where the model reads it, or transposed."""
+        return self.emitter.weight(weight.name, weight.shape, transpose=transpose != weight.transposed)
+
+    def example(self, mask: Mask) -> Tensor:
+        """A mask for the `MASK_TOKENS` tokens of one sequence."""
+        tokens, count = next(iter(self._symbols)), MASK_TOKENS
+
+        def known(argument: Any) -> Any:
+            return int(argument.node.expr.subs(tokens, count)) if isinstance(argument, SymInt) else argument
+
+        def value(node: fx.Node) -> Any:
+            operand = self._values[node]
+            if op_name(node) == "toolkit.causal_mask":
+                return torch.ones(1, 1, count, count, dtype=torch.bool).tril()
+            if isinstance(operand, Traced | Weight) or operand is None:
+                raise Untranslatable("its mask depends on more than the order of tokens")
+            if isinstance(operand, Tensor | SymInt):
+                return known(operand)
+            if node.op == "placeholder":
+                return operand.forward[:, :count]
+            if node not in self._examples:
+                args, kwargs = (fx.map_arg(given, value) for given in (node.args, node.kwargs))
+                self._examples[node] = _compute(node, *_mapped((args, kwargs), known))
+            return self._examples[node]
+
+        found: Tensor = value(mask.node)
+        return found
 
     def _positional(self, operand: Positional) -> Traced:
         """A table over the positions, read at the step's positions."""

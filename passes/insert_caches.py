@@ -54,7 +54,7 @@ def _int(dim: Dim) -> int:
 
 
 def _cached(op: Op, cache: Cache) -> list[Op]:
-    q, k, v, *sinks = op.inputs
+    q, k, v, *weights = op.inputs
     write = make_op("kv_write", (k, v, cache.value), [f"{cache.value.name}.next"], source=op.source)
     attrs = {**op.attrs, "kv_heads": cache.heads, "value_dim": cache.value_dim}
-    return [write, make_op("paged_attention", (q, write.output, *sinks), [op.output.name], attrs, op.source)]
+    return [write, make_op("paged_attention", (q, write.output, *weights), [op.output.name], attrs, op.source)]

@@ -34,12 +34,13 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
 
     @property
     def kernel(self) -> KernelSpec:
         params = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
-        flags = {"has_window": self.window > 0, "has_softcap": self.softcap > 0, "has_sinks": self.sinks}
-        return KernelSpec("attention", {**params, **flags})
+        flags = {"has_window": self.window > 0, "has_softcap": self.softcap > 0}
+        return KernelSpec("attention", {**params, **flags, "has_sinks": self.sinks, "has_slopes": self.slopes})
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Batch:
     q: list[Floats]
     context: list[int]
     sinks: Floats
+    slopes: Floats
 
     def run(self, isa: IsaName, chosen: list[tuple[int, int, int]], threads: int = 1) -> list[Floats]:
         """Results of steps (sequence, first query position, end position), all in one call."""
@@ -63,8 +65,9 @@ class Batch:
         pages = self._visible_pages(chosen)
         out = Guarded((len(q), shape.heads, shape.value_dim), np.float32)
         optional = [shape.window] * (shape.window > 0) + [shape.softcap] * (shape.softcap > 0)
+        weights = [self.sinks] * shape.sinks + [self.slopes] * shape.slopes
         load_kernel(shape.kernel, isa)(
-            *(q, self.cache.data, pages, pages.shape[1], seq_start, context, *[self.sinks] * shape.sinks, out.array),
+            *(q, self.cache.data, pages, pages.shape[1], seq_start, context, *weights, out.array),
             *(len(chosen), shape.heads, shape.kv_heads, shape.page_tokens, scale, *optional),
             threads=threads,
         )
@@ -85,6 +88,7 @@ class Batch:
             window=shape.window,
             softcap=shape.softcap,
             sinks=self.sinks if shape.sinks else None,
+            slopes=self.slopes if shape.slopes else None,
         )
         return np.split(result, seq_start[1:-1])
 
@@ -121,7 +125,8 @@ def make_batch(shape: Shape, context: list[int], seed: int = 0) -> Batch:
         at = np.arange(length)
         cache.write(k, v, pages[s][at // shape.page_tokens] * shape.page_tokens + at % shape.page_tokens)
     q = [random_floats(rng, length, shape.heads, shape.key_dim) for length in context]
-    return Batch(shape, cache, pages, q, context, random_floats(rng, shape.heads))
+    slopes = rng.uniform(0.01, 0.5, shape.heads).astype(np.float32)
+    return Batch(shape, cache, pages, q, context, random_floats(rng, shape.heads), slopes)
 
 
 SHAPES = {
@@ -132,6 +137,7 @@ SHAPES = {
     "latent": Shape(6, 2, 72, 40, dtype="float16", page_tokens=48),
     "sinks": Shape(8, 2, 64, 64, window=100, sinks=True, dtype="bfloat16"),
     "many heads": Shape(70, 1, 24, 88),
+    "alibi": Shape(6, 2, 64, 64, slopes=True),
 }
 
 
@@ -148,7 +154,7 @@ def test_decode_and_prefill_match_numpy(name: str, isa: IsaName) -> None:
 
 
 @given(
-    shape=st.sampled_from([SHAPES["smollm"], SHAPES["sinks"], SHAPES["latent"]]),
+    shape=st.sampled_from([SHAPES["smollm"], SHAPES["sinks"], SHAPES["latent"], SHAPES["alibi"]]),
     cuts=st.lists(st.integers(1, 149), max_size=4, unique=True),
     threads=st.integers(1, 5),
     neighbor=st.integers(1, 90),

@@ -55,6 +55,9 @@ _LONG_ROPE = {
 _GEMMA = _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}
 _GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _LATE_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+_FALCON = {name: value for name, value in _COMMON.items() if name != "head_dim"} | {"ffn_hidden_size": 80}
+_FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 2}
+_FALCON_RW = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 _GRANITE = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.1}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,6 +83,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", _COMMON),
     "phi3 partial": ("phi3", _COMMON | {"partial_rotary_factor": 0.5, "sliding_window": 8}),
     "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 128}),
+    "falcon": ("falcon", _FALCON),
+    "falcon serial": ("falcon", _FALCON | {"parallel_attn": False, "bias": True}),
+    "falcon grouped": ("falcon", _FALCON | _FALCON_40B),
+    "falcon grouped, one norm": ("falcon", _FALCON | _FALCON_40B | {"num_ln_in_parallel_attn": 1}),
+    "falcon alibi": ("falcon", _FALCON | _FALCON_RW),
+    "falcon alibi, multi query": ("falcon", _FALCON | {"alibi": True}),
     "gpt2": ("gpt2", _GPT),
     "gptj": ("gptj", _GPT | {"rotary_dim": 8}),
     "codegen": ("codegen", _GPT | {"rotary_dim": 8}),
@@ -130,7 +139,8 @@ def tiny_config(case: str) -> PretrainedConfig:
 def tiny_model(case: str) -> PreTrainedModel:
     """A float32 model of a case with random weights, large enough for a mistake to show in the logits."""
     make: Any = AutoModelForCausalLM.from_config
-    model: Any = make(copy.deepcopy(tiny_config(case)), dtype=torch.float32, attn_implementation="eager")
+    implementation = "sdpa" if "alibi" in case else "eager"  # eager falcon adds ALiBi twice
+    model: Any = make(copy.deepcopy(tiny_config(case)), dtype=torch.float32, attn_implementation=implementation)
     random = torch.Generator().manual_seed(7)
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=random)

@@ -23,7 +23,9 @@ T, R = Sym("T", 64), Sym("R", 8)
 HEADS, WIDTH = 4, 8
 
 
-def model(window: int = 0, softcap: float = 0.0, sinks: bool = False, style: str = "half") -> Graph:
+def model(
+    window: int = 0, softcap: float = 0.0, sinks: bool = False, slopes: bool = False, style: str = "half"
+) -> Graph:
     """Two attention layers with everything that an attention op can have."""
     build = GraphBuilder()
     tokens, positions = build.input("tokens", "int32", (T,)), build.input("positions", "int32", (T,))
@@ -42,8 +44,10 @@ def model(window: int = 0, softcap: float = 0.0, sinks: bool = False, style: str
             parts += [build.param(f"{name}{layer}.bias", (count * WIDTH,))] if bias else []
             heads.append(build.op("reshape", build.op("linear", h, *parts, has_bias=bias), shape=(-1, count, WIDTH)))
         q, k = (build.op("rope", head, cos, sin, style=style) for head in heads[:2])
-        extra = [build.param(f"sinks{layer}", (HEADS,))] if sinks else []
-        options = {"scale": WIDTH**-0.5, "softcap": softcap, "window": window, "has_sinks": sinks}
+        flags = {"sinks": sinks, "slopes": slopes}
+        extra = [build.param(f"{name}{layer}", (HEADS,)) for name, present in flags.items() if present]
+        options = {"scale": WIDTH**-0.5, "softcap": softcap, "window": window}
+        options |= {f"has_{name}": present for name, present in flags.items()}
         out = build.op("attention", q, k, heads[2], *extra, layer=layer, **options)
         x = build.op("add", x, build.op("reshape", out, shape=(-1, HEADS * WIDTH)))
     return build.build(build.op("linear", build.op("take_rows", x, rows), table, name="logits"))
@@ -67,7 +71,10 @@ def step(tokens: list[int], positions: list[int]) -> dict[str, Array]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 2}, {"softcap": 1.5}, {"sinks": True}, {"style": "pair"}, {"window": 3, "sinks": True}],
+    [
+        *({}, {"window": 2}, {"softcap": 1.5}, {"sinks": True}, {"slopes": True}, {"style": "pair"}),
+        {"window": 3, "sinks": True, "slopes": True},
+    ],
     ids=str,
 )
 def test_onnxruntime_agrees(options: dict[str, Any]) -> None:

@@ -100,35 +100,39 @@ def test_rope_is_a_complex_rotation_that_spares_the_rest(style: str) -> None:
 
 @pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("weights", [(), ("sinks",), ("slopes",), ("sinks", "slopes")])
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_of_packed_sequences(window: int, softcap: float, sinks: bool, causal: bool) -> None:
-    q, k, v, sink = random(TOKENS, 4, 8), random(TOKENS, 2, 8), random(TOKENS, 2, 6), random(4)
+def test_attention_of_packed_sequences(window: int, softcap: float, weights: tuple[str, ...], causal: bool) -> None:
+    q, k, v = random(TOKENS, 4, 8), random(TOKENS, 2, 8), random(TOKENS, 2, 6)
+    extra = {name: random(4, seed=seed) for seed, name in enumerate(weights)}
+    flags = {f"has_{name}": name in weights for name in ("sinks", "slopes")}
     options: dict[str, Attr] = {
-        "scale": 0.3, "window": window, "softcap": softcap, "has_sinks": sinks, "causal": causal, "layer": 0,
+        "scale": 0.3, "window": window, "softcap": softcap, "causal": causal, "layer": 0, **flags,
     }  # fmt: skip
-    (found,) = evaluate("attention", q, k, v, *([sink] if sinks else []), **options)
+    (found,) = evaluate("attention", q, k, v, *extra.values(), **options)
     for span in (slice(0, 4), slice(4, 7)):
-        close(found[span], torch_attention(q[span], k[span], v[span], sink if sinks else None, options))
+        close(found[span], torch_attention(q[span], k[span], v[span], extra, options))
     if causal:
         _, cache = evaluate("rope_kv_write", *fused_inputs(q, k), has_rope=False, heads=4, kv_heads=2, head_dim=8)
-        (paged,) = evaluate("paged_attention", q, cache, *([sink] if sinks else []), **options, kv_heads=2, value_dim=8)
-        (plain,) = evaluate("attention", q, k, k, *([sink] if sinks else []), **options)
+        (paged,) = evaluate("paged_attention", q, cache, *extra.values(), **options, kv_heads=2, value_dim=8)
+        (plain,) = evaluate("attention", q, k, k, *extra.values(), **options)
         close(paged, plain)
 
 
-def torch_attention(q: Array, k: Array, v: Array, sink: Array | None, options: dict[str, Any]) -> torch.Tensor:
+def torch_attention(q: Array, k: Array, v: Array, extra: dict[str, Array], options: dict[str, Any]) -> torch.Tensor:
     scores = torch.einsum("ihd,jhd->hij", torch.from_numpy(q), torch.from_numpy(k).repeat_interleave(2, 1))
     scores = scores * options["scale"]
     if options["softcap"]:
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
     distance = torch.arange(len(q))[:, None] - torch.arange(len(q))[None]
+    if "slopes" in extra:
+        scores = scores - torch.from_numpy(extra["slopes"])[:, None, None] * distance
     hidden = distance < 0 if options["causal"] else torch.zeros_like(distance, dtype=torch.bool)
     if options["window"]:
         hidden = hidden | (distance.abs() >= options["window"])
     scores = scores.masked_fill(hidden, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, torch.from_numpy(sink)[:, None, None].expand(-1, len(q), 1)], -1)
+    if "sinks" in extra:
+        scores = torch.cat([scores, torch.from_numpy(extra["sinks"])[:, None, None].expand(-1, len(q), 1)], -1)
     weights = scores.softmax(-1)[..., : len(q)]
     return torch.einsum("hij,jhd->ihd", weights, torch.from_numpy(v).repeat_interleave(2, 1))
 

@@ -50,6 +50,27 @@ def test_a_norm_over_a_transposed_axis_stays(emit: Emitter) -> None:
         emit.rowwise("norm", emit.transpose(x, (0, 2, 1)), w, kind="rms", eps=1e-6)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+def test_heads_repeated_for_groups_are_attended_once(emit: Emitter, rotated: bool) -> None:
+    x, tables = emit.input("x", "float32", (T, 2, 8)), [emit.input(name, "float32", (T, 4)) for name in ("cos", "sin")]
+    grouped = emit.repeat(emit.reshape(x, (T, 2, 1, 8)), 2, 3)
+    heads = emit.reshape(grouped, (T, 6, 8))
+    key = emit.emit("rope", heads, *tables) if rotated else heads
+    found, value = emit.ungrouped(key, heads)
+    assert value == x
+    assert kinds(emit.finish(found, "y") if rotated else emit.finish(emit.emit("add", found, scalar=1.0), "y")) == [
+        "rope" if rotated else "add"
+    ]
+    assert emit.ungrouped(key, emit.input("v", "float32", (T, 6, 8)))[0] == key
+
+
+def test_heads_that_repeat_as_a_whole_are_not_groups(emit: Emitter) -> None:
+    x, other = emit.input("x", "float32", (T, 2, 8)), emit.input("z", "float32", (T, 2, 1, 8))
+    alternating = emit.concat([emit.reshape(x, (T, 2, 1, 8)), other], 2)
+    for heads in (emit.repeat(x, 1, 3), emit.reshape(alternating, (T, 4, 8))):
+        assert emit.ungrouped(heads, heads) == (heads, heads)
+
+
 def test_reshapes_merge(emit: Emitter) -> None:
     x = emit.input("x", "float32", (T, 16))
     split = emit.reshape(x, (T, 2, 8))

@@ -1,4 +1,4 @@
-"""Norms, activations and rotary embeddings are recognized by what they compute."""
+"""Norms, activations, rotary embeddings and masks are recognized by what they compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from toolkit.models.probe import NormKind, RopeKind, classify_activation, classify_norm, classify_rope
+from toolkit.models.probe import (
+    NormKind,
+    RopeKind,
+    classify_activation,
+    classify_mask,
+    classify_norm,
+    classify_rope,
+)
 
 
 class Rms(nn.Module):
@@ -157,3 +164,58 @@ def test_rotations(function: Any, layout: str, dim: int, expected: RopeKind | No
         "whole": angles,
     }[layout]
     assert classify_rope(function, dim, table.cos()) == expected
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+COUNT = 9
+CAUSAL = torch.ones(COUNT, COUNT, dtype=torch.bool).tril()
+SLOPES = torch.tensor([0.5, 0.25, 0.0625])
+
+
+def alibi(keys: Tensor) -> Tensor:
+    """A bias [1, 3, n, n] that grows with the keys' places, and hides later ones."""
+    bias = (SLOPES[:, None, None] * keys).expand(3, COUNT, COUNT)
+    return bias.masked_fill(~CAUSAL, torch.finfo(torch.float32).min)[None]
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -torch.inf])
+def test_causal_masks(hidden: float) -> None:
+    added = torch.zeros(COUNT, COUNT).masked_fill(~CAUSAL, hidden)
+    for mask in (CAUSAL, CAUSAL[None, None], added[None], added[None, None] + 3.0):
+        kind = classify_mask(mask)
+        assert kind is not None
+        assert kind.slopes is None
+
+
+@pytest.mark.parametrize("origin", [0, 5, 2048])
+def test_alibi_counts_from_any_token(origin: int) -> None:
+    kind = classify_mask(alibi(torch.arange(COUNT) - origin))
+    assert kind is not None
+    assert kind.slopes is not None
+    assert torch.equal(kind.slopes, SLOPES)
+
+
+def test_alibi_rounded_to_bfloat16_is_alibi() -> None:
+    slopes = torch.tensor([0.84, 0.3, 0.01]).bfloat16()
+    bias = (slopes[:, None, None] * torch.arange(COUNT)).float().expand(3, COUNT, COUNT)
+    kind = classify_mask(bias.masked_fill(~CAUSAL, -torch.inf)[None])
+    assert kind is not None
+    assert torch.equal(kind.slopes if kind.slopes is not None else SLOPES, slopes.float())
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ~CAUSAL,
+        torch.ones_like(CAUSAL),
+        CAUSAL & ~CAUSAL.tril(-4),
+        torch.zeros(COUNT, COUNT).masked_fill(~CAUSAL, -10.0),
+        alibi(torch.arange(COUNT).square()),
+        alibi(torch.arange(COUNT) * torch.arange(COUNT)[:, None]),
+        torch.full((COUNT, COUNT), torch.nan),
+    ],
+    ids=["reversed", "all", "window", "weak", "squares", "by row", "nan"],
+)
+def test_other_masks_are_not_classified(mask: Tensor) -> None:
+    assert classify_mask(mask) is None
