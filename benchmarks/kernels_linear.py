@@ -146,7 +146,8 @@ class Call(ctypes.Structure):
 
 def _spec(encoding: str) -> KernelSpec:
     extras = {f"extra{i}": "" for i in range(1, 5)}
-    return KernelSpec("linear", {"encoding": encoding, "has_bias": False, "epilogue": "", **extras})
+    outputs = {"gated": False, "float_out": True, "q8_out": False}
+    return KernelSpec("linear", {"encoding": encoding, "has_bias": False, "epilogue": "", **extras, **outputs})
 
 
 def _library(isa: str, names: Sequence[str]) -> ctypes.CDLL:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ..kernels_templates.catalog import ParamValue
+from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg
 from .ir import Graph, Op, Value
@@ -114,8 +115,11 @@ def _linear(low: Lowering, op: Op) -> None:
     encoding = low.encoding(weight)
     has_bias = bool_attr(op.attrs, "has_bias")
     extras = op.inputs[2 + has_bias :]
+    gated = bool_attr(op.attrs, "gated")
     if len(extras) > MAX_EXTRAS:
         raise Unsupported(f"an epilogue with {len(extras)} extra inputs, more than {MAX_EXTRAS}")
+    if gated and columns % (2 * PANEL):
+        raise Unsupported(f"halves of {columns} columns, which are no multiple of {2 * PANEL}")
     args: dict[str, Argument] = {
         "x": low.quantized(x) if encoding.kind == "affine" else low.pointer(x),
         "weight": low.pointer(weight),
@@ -129,6 +133,7 @@ def _linear(low: Lowering, op: Op) -> None:
         "encoding": encoding.name,
         "has_bias": has_bias,
         "epilogue": str_attr(op.attrs, "epilogue"),
+        "gated": gated,
     }
     for index in range(MAX_EXTRAS):
         name = f"extra{index + 1}"
@@ -136,8 +141,8 @@ def _linear(low: Lowering, op: Op) -> None:
         if index < len(extras):
             params[name] = "t" if extras[index].type.shape == op.output.type.shape else "n"
             args[name] = low.pointer(extras[index])
-    args["out"] = low.output(op.output)
-    low.call("linear", params, args, op, flops=2 * count(rows) * columns * inner)
+    wanted, outputs = low.output_as_wanted(op.output)
+    low.call("linear", params | wanted, args | outputs, op, flops=2 * count(rows) * columns * inner)
 
 
 # --- norms and activations --------------------------------------------------------------------------------------------
@@ -179,14 +184,6 @@ def _emit_norm(low: Lowering, op: Op, x: Value, residual: Value | None, weights:
         **wanted,
     }
     low.call("norm", params, args | outputs, op, flops=6 * count(rows) * width)
-
-
-def _act_mul(low: Lowering, op: Op) -> None:
-    rows, width = rows_and_width(op.output)
-    args: dict[str, Argument] = {"x": low.pointer(op.inputs[0]), "T": dim(rows), "F": ConstArg(width)}
-    wanted, outputs = low.output_as_wanted(op.output)
-    params: dict[str, ParamValue] = {"kind": str_attr(op.attrs, "kind"), **wanted}
-    low.call("act_mul", params, args | outputs, op, flops=10 * count(rows) * width)
 
 
 def _pointwise(low: Lowering, op: Op) -> None:
@@ -347,6 +344,7 @@ def _paged_attention(low: Lowering, op: Op) -> None:
     if not bool_attr(op.attrs, "causal"):
         raise Unsupported("attention that is not causal")
     _, heads, key_dim = q.type.shape
+    value_dim = int_attr(op.attrs, "value_dim")
     args: dict[str, Argument] = {
         "q": low.pointer(q),
         "cache": storage,
@@ -354,7 +352,6 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         "page_stride": InputArg("page_stride", storage.group),
         "seq_start": InputArg("seq_start"),
         "context": InputArg("context"),
-        "out": low.output(op.output),
         "S": DimArg("S"),
         "heads": dim(heads),
         "kv_heads": ConstArg(int_attr(op.attrs, "kv_heads")),
@@ -369,14 +366,15 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         args["softcap"] = ConstArg(softcap)
     params: dict[str, ParamValue] = {
         "key_dim": static(key_dim),
-        "value_dim": int_attr(op.attrs, "value_dim"),
+        "value_dim": value_dim,
         "dtype": low.kv_dtype,
         "has_window": window > 0,
         "has_softcap": softcap > 0,
         "has_sinks": "sinks" in flags,
         "has_slopes": "slopes" in flags,
     }
-    low.call("attention", params, args, op)
+    wanted, outputs = low.output_as_wanted(op.output, static(heads) * value_dim if value_dim % 32 == 0 else None)
+    low.call("attention", params | wanted, args | outputs, op)
 
 
 def _cache(low: Lowering, value: Value) -> CacheArg:
@@ -456,7 +454,6 @@ RULES: Mapping[str, Rule] = {
     "linear": _linear,
     "norm": _norm,
     "add_norm": _add_norm,
-    "act_mul": _act_mul,
     "softmax": _softmax,
     "reduce": _reduce,
     "rope": _rope,

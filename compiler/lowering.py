@@ -15,6 +15,7 @@ from ..runtime.errors import InternalError
 from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, WeightArg
 from .ir import Graph, Op, Param, Value
 from .lowered import Argument, Call, View, VirtualBuffer, Weight
+from .op_spec import divide
 from .shapes import Dim, Sym, largest, product
 from .targets import FloatDType, Target
 
@@ -155,15 +156,16 @@ class Lowering:
             raise InternalError(f"the encoding of {weight.name} was not resolved before lowering")
         return encoding
 
-    def wanted(self, value: Value) -> tuple[bool, bool]:
-        """Whether users read a value as floats, and whether affine linear layers read it quantized."""
+    def wanted(self, value: Value, width: int) -> tuple[bool, bool]:
+        """Whether users read a value as floats, and whether affine linear layers read its rows of `width` quantized."""
         floats, quantized = value.name in self._outputs, False
         for user in self.uses.get(value.name, []):
-            if user.kind == "reshape" and user.output.type.shape[-1] == value.type.shape[-1]:
-                more = self.wanted(user.output)
+            if user.kind == "reshape":
+                more = self.wanted(user.output, width)
                 floats, quantized = floats or more[0], quantized or more[1]
             elif user.kind == "linear" and value not in user.inputs[1:] and self._is_affine(user.inputs[1]):
-                quantized = True
+                same = value.type.shape[-1] == width
+                floats, quantized = floats or not same, quantized or same
             else:
                 floats = True
         return floats, quantized
@@ -171,14 +173,17 @@ class Lowering:
     def _is_affine(self, weight: Value) -> bool:
         return weight.name in self.weights and self.encoding(weight).kind == "affine"
 
-    def output_as_wanted(self, value: Value) -> tuple[dict[str, ParamValue], dict[str, Argument]]:
+    def output_as_wanted(
+        self, value: Value, columns: int | None = None
+    ) -> tuple[dict[str, ParamValue], dict[str, Argument]]:
         """Parameters and arguments of a kernel that can write a value as floats, quantized, or both.
 
-        Buffers are made for what users of the value read.
+        Buffers are made for what users of the value read. A quantized row has `columns`, the last axis if left out.
         """
-        floats, quantized = self.wanted(value)
         rows, width = rows_and_width(value)
-        quantized = quantized and width % 32 == 0
+        columns = width if columns is None else columns
+        floats, quantized = self.wanted(value, columns)
+        quantized = quantized and columns % 32 == 0
         floats = floats or not quantized
         place = Rows(value.name, rows, width, width)
         self.put(value, place)
@@ -186,8 +191,9 @@ class Lowering:
         if floats:
             args["out"] = self.new_buffer(value.name, rows, width * FLOAT_BYTES)
         if quantized:
-            args["q8"] = self.new_buffer(f"{value.name}:q8", rows, q8_row_bytes(width))
-            self._quantized[place, width] = View(f"{value.name}:q8")
+            q8_rows = divide(product(value.type.shape), columns)
+            args["q8"] = self.new_buffer(f"{value.name}:q8", q8_rows, q8_row_bytes(columns))
+            self._quantized[place, columns] = View(f"{value.name}:q8")
         return {"float_out": floats, "q8_out": quantized}, args
 
     def quantized(self, value: Value) -> View:

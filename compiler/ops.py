@@ -12,7 +12,9 @@ Tensor ops (as captured)
                                                                   constant table
   linear      (x[..,K], w[N,K], b[N]?, e1, e2 ..) -> [..,N]       attrs has_bias, epilogue: "" or an expression in which
                                                                   in0 is x @ w.T + b and in1.. are the extra inputs e1..
-                                                                  (each [..,N] or [N]); passes fill it
+                                                                  (each [..,N] or [N]). With gated, in0 and in1 are its
+                                                                  halves, in2.. the extras, and the result is [..,N/2].
+                                                                  Passes fill both
   norm        (x[..,D], w[D]?, b[D]?) -> [..,D]                   attrs kind "rms"|"layer"|"l2", eps, offset (added to w),
                                                                   has_weight, has_bias; computed in float32. w may be
                                                                   [Hn,D] for x[..,Hn,D]
@@ -41,7 +43,6 @@ Tensor ops (as captured)
 
 Ops made by passes
   add_norm    (x[T,H], residual[T,H], w?, b?) -> (sum[T,H], norm(sum)[T,H])       attrs of norm
-  act_mul     (gate_up[T,2F]) -> [T,F]                            attrs kind: act(x[:, :F]) * x[:, F:]
   rope_kv_write (qkv[T,(Hq+2Hk)*D], cos, sin, qw?, kw?, cache) -> (q[T,Hq,D], cache')
                                                                   attrs heads, kv_heads, head_dim, has_rope, style,
                                                                   has_qk_norm, and the norm's kind, eps, offset;

@@ -53,23 +53,6 @@ class AddNorm(OpSpec):
         return (total, evaluate_norm(total, inputs[2:], attrs))
 
 
-class ActMul(OpSpec):
-    """(gate_up[T,2F]) -> [T,F]"""
-
-    kind = "act_mul"
-    attrs = declare(kind=AttrSpec("str", None, tuple(ex.UNARY)))
-
-    def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
-        width = types[0].shape[-1] if len(types) == 1 and types[0].shape else 0
-        if not isinstance(width, int) or width % 2 or not width:
-            raise ValueError(f"expected [.., 2F], found ({', '.join(map(str, types))})")
-        return (TensorType(types[0].dtype, (*types[0].shape[:-1], width // 2)),)
-
-    def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
-        gate, up = np.split(inputs[0], 2, axis=-1)
-        return ((ex.UNARY[str_attr(attrs, "kind")](gate) * up).astype(np.float32),)
-
-
 class Pointwise(PointwiseSpec):
     """(a[T,..], b, ..) -> [T,..]"""
 
@@ -197,7 +180,6 @@ class RopeKvWrite(OpSpec):
 
 ROWS: tuple[OpSpec, ...] = (
     AddNorm(),
-    ActMul(),
     Pointwise(),
     KvWrite(),
     PagedAttention(),

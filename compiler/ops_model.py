@@ -20,6 +20,7 @@ from .op_spec import (
     bool_attr,
     broadcast,
     declare,
+    divide,
     expect,
     float_attr,
     int_attr,
@@ -58,20 +59,25 @@ class Linear(OpSpec):
     """(x[..,K], w[N,K], b[N]?, e1, e2 ..) -> [..,N]"""
 
     kind = "linear"
-    attrs = declare(has_bias=AttrSpec("bool", False), epilogue=AttrSpec("str", ""))
+    attrs = declare(has_bias=AttrSpec("bool", False), gated=AttrSpec("bool", False), epilogue=AttrSpec("str", ""))
 
     def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
         bias = bool_attr(attrs, "has_bias")
+        gated = bool_attr(attrs, "gated")
         good = len(types) >= 2 + bias and len(types[1].shape) == 2 and types[0].shape[-1:] == types[1].shape[1:]
         expect(good, "x[.., K] and w[N, K]", types)
-        out = (*types[0].shape[:-1], types[1].shape[0])
-        expect(not bias or types[2].shape == out[-1:], "a bias [N]", types)
+        columns = types[1].shape[0]
+        expect(not bias or types[2].shape == (columns,), "a bias [N]", types)
+        width = divide(columns, 2) if gated else columns
+        out = (*types[0].shape[:-1], width)
         extras = types[2 + bias :]
-        expect(all(extra.shape in (out, out[-1:]) for extra in extras), "extra inputs [.., N] or [N]", types)
+        expect(
+            all(extra.shape in (out, (width,)) for extra in extras), f"extra inputs [.., {width}] or [{width}]", types
+        )
         text = str_attr(attrs, "epilogue")
         used = ex.inputs(ex.parse(text)) if text else {0}
-        expect(used <= set(range(len(extras) + 1)), f"extra inputs for the epilogue {text!r}", types)
-        expect(bool(text) or not extras, "no extra inputs without an epilogue", types)
+        expect(used <= set(range(len(extras) + 1 + gated)), f"extra inputs for the epilogue {text!r}", types)
+        expect(bool(text) or not (extras or gated), "an epilogue for halves and extra inputs", types)
         return (TensorType(types[0].dtype, out),)
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
@@ -81,7 +87,8 @@ class Linear(OpSpec):
             out = out + inputs[2]
         text = str_attr(attrs, "epilogue")
         if text:
-            out = ex.evaluate(ex.parse(text), [out, *inputs[2 + bias :]]).astype(np.float32)
+            products = np.split(out, 2, axis=-1) if bool_attr(attrs, "gated") else [out]
+            out = ex.evaluate(ex.parse(text), [*products, *inputs[2 + bias :]]).astype(np.float32)
         return (out,)
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:

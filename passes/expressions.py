@@ -27,9 +27,10 @@ class Body:
         values = [inner if other == value else ex.Input(others.index(other)) for other in self.inputs]
         return Body(ex.substitute(self.expression, values), others)
 
-    def ordered(self, first: Value) -> Body:
-        """The same with `first` as input 0."""
-        return self.inline(first, Body(ex.Input(0), (first,)))
+    def ordered(self, *first: Value) -> Body:
+        """The same with `first` as the first inputs."""
+        inputs = tuple(dict.fromkeys((*first, *self.inputs)))
+        return Body(ex.substitute(self.expression, [ex.Input(inputs.index(value)) for value in self.inputs]), inputs)
 
 
 def body_of(op: Op) -> Body | None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..compiler.pass_ import Pass
 from ..compiler.targets import Target
-from ..kernels_templates.cpu.dense import GATED_KINDS
 from ..runtime.encodings import Encoding
-from .act_mul import FuseActMul
 from .add_norm import FuseAddNorm
 from .canonicalize import Canonicalize
 from .common_subexpressions import CommonSubexpressions
@@ -43,7 +41,6 @@ def _fuse_for_cpu(encoding_of: EncodingOf) -> tuple[Pass, ...]:
     return (
         MergeLinear(encoding_of),
         Canonicalize(),
-        FuseActMul(frozenset(GATED_KINDS)),
         FuseRopeKvWrite(),
         FuseAddNorm(),
         FusePointwise(),

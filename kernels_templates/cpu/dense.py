@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ..catalog import ArgSpec, Family, ParamValue
 
-GATED_KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "quick_gelu", "tanh")
 KV_DTYPES = ("float32", "float16", "bfloat16")
 BOOLS = (False, True)
 ANY: tuple[ParamValue, ...] = ()
@@ -88,15 +87,6 @@ NORM = Family(
     "or both. Row r takes row r % weight_rows of weight and bias [weight_rows, W]. q8 needs W to be a multiple of 32.",
 )
 
-ACT_MUL = Family(
-    name="act_mul",
-    template="cpu/act_mul.cpp.j2",
-    params={"kind": GATED_KINDS, "float_out": BOOLS, "q8_out": BOOLS},
-    args=(_in("x"), _out("out", "float_out"), _q8("q8_out"), _dim("T"), _int("F")),
-    ops=("act_mul",),
-    doc="out[t] = act(x[t, :F]) * x[t, F:], as floats, as q8 or both. q8 needs F to be a multiple of 32.",
-)
-
 POINTWISE = Family(
     name="pointwise",
     template="cpu/pointwise.cpp.j2",
@@ -163,23 +153,20 @@ ATTENTION = Family(
         "key_dim": ANY,
         "value_dim": ANY,
         "dtype": KV_DTYPES,
-        **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes"), BOOLS),
+        **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes", "float_out", "q8_out"), BOOLS),
     },
     args=(
         *(_in("q"), _CACHE_IN, _step_input("pages"), _int("page_stride")),
-        *(
-            _step_input("seq_start"),
-            _step_input("context"),
-            _weight("sinks", "has_sinks"),
-            _weight("slopes", "has_slopes"),
-            _out("out"),
-        ),
+        *(_step_input("seq_start"), _step_input("context")),
+        *(_weight("sinks", "has_sinks"), _weight("slopes", "has_slopes")),
+        *(_out("out", "float_out"), _q8("q8_out")),
         *(_dim("S"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("scale")),
         *(_int("window", "has_window"), _float("softcap", "has_softcap")),
     ),
     ops=("paged_attention",),
     doc="Causal attention of q[T, heads, key_dim] over the pages of each sequence, for decode and prefill alike, to "
-    "out[T, heads, value_dim]. A query's result is the same to the bit in any batch and any chunking of its prompt.",
+    "out[T, heads, value_dim], as floats, as q8 rows of all heads or both; q8 needs value_dim to be a multiple of 32. "
+    "A query's result is the same to the bit in any batch and any chunking of its prompt.",
 )
 
 REDUCE = Family(
@@ -217,6 +204,6 @@ SAMPLE = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(TAKE_ROWS, COPY, NORM, ACT_MUL, POINTWISE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION, REDUCE, SOFTMAX, SAMPLE),
+    *(TAKE_ROWS, COPY, NORM, POINTWISE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION, REDUCE, SOFTMAX, SAMPLE),
 )
 """CPU kernel families of this module."""

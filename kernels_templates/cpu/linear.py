@@ -50,6 +50,7 @@ LINEAR = Family(
         "extra2": _EXTRA,
         "extra3": _EXTRA,
         "extra4": _EXTRA,
+        **dict.fromkeys(("gated", "float_out", "q8_out"), (False, True)),
     },
     args=(
         ArgSpec("x", "const void *", "in"),
@@ -59,16 +60,19 @@ LINEAR = Family(
         ArgSpec("extra2", "const float *", "in", when="extra2"),
         ArgSpec("extra3", "const float *", "in", when="extra3"),
         ArgSpec("extra4", "const float *", "in", when="extra4"),
-        ArgSpec("out", "float *", "out"),
+        ArgSpec("out", "float *", "out", when="float_out"),
+        ArgSpec("q8", "uint8_t *", "out", when="q8_out"),
         ArgSpec("rows", "int32_t", "dim"),
         ArgSpec("N", "int32_t", "const"),
         ArgSpec("K", "int32_t", "const"),
     ),
     ops=("linear",),
-    doc="""out[rows, N] = epilogue(x @ weight.T + bias, extras).
+    doc="""out[rows, N] = epilogue(x @ weight.T + bias, extras), as floats, as q8 rows or both.
 
 x is float32 [rows, K] for float encodings, q8 rows for affine ones (K a multiple of 32). In the epilogue, in0 is the
-product with its bias and in1.. are the extras: "t" is [rows, N], "n" is [N]; an extra may be `out` itself.
+product with its bias and in1.. are the extras: "t" is as large as the result, "n" is a row; an extra may be `out`
+itself. If `gated`, in0 is the first and in1 the second half of the product's columns, in2.. are the extras, and the
+result is [rows, N / 2]; N is a multiple of 32 then. q8 needs the result's columns to be a multiple of 32.
 Every output is summed over K in one order, whatever the number of rows and threads.""",
     layouts=("panel16",),
 )

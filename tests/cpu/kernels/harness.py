@@ -24,6 +24,7 @@ import numpy.typing as npt
 from toolkit.compiler.cache import cached, content_key
 from toolkit.compiler.codegen.cpu import ISA_LEVELS, compile_object, find_compiler
 from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.packing import q8_pack, q8_unpack
 from toolkit.kernels_templates.registry import FAMILIES
 from toolkit.kernels_templates.render import arguments, render
 from toolkit.runtime.plan import IsaName
@@ -131,3 +132,20 @@ def random_floats(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> 
     """Normal float32 numbers, aligned."""
     result: npt.NDArray[np.float32] = aligned(rng.standard_normal(shape, np.float32) * np.float32(scale))
     return result
+
+
+def assert_q8(packed: npt.NDArray[np.uint8], want: npt.NDArray[np.floating[Any]]) -> None:
+    """Rows that stand for `want` as closely as 127 steps a group can, with right scales and sums."""
+    rows, width = want.shape
+    top = np.abs(want).reshape(rows, -1, 32).max(axis=2).repeat(32, axis=1)
+    assert (np.abs(q8_unpack(packed, width) - want) <= top * (0.501 / 127)).all()
+    again = q8_pack(want.astype(np.float32))
+    tables = slice(width, width + width // 4)
+    np.testing.assert_allclose(
+        np.ascontiguousarray(packed[:, tables]).view(np.float32)[:, : width // 32],
+        np.ascontiguousarray(again[:, tables]).view(np.float32)[:, : width // 32],
+        rtol=1e-5,
+    )
+    sums = np.ascontiguousarray(packed[:, tables]).view(np.float32)[:, width // 32 :]
+    stated = q8_unpack(packed, width).reshape(rows, -1, 32).astype(np.float64).sum(axis=2)
+    np.testing.assert_allclose(sums, stated, rtol=1e-5, atol=1e-5 * top.max())

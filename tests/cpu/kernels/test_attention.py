@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cpu.kernels.harness import Guarded, aligned, isas, load_kernel, random_floats
+from cpu.kernels.harness import Guarded, aligned, assert_q8, isas, load_kernel, random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.reference import KvDType, PagedCache, attention, restore, store
 from toolkit.runtime.plan import IsaName
 
@@ -35,12 +36,15 @@ class Shape:
     softcap: float = 0.0
     sinks: bool = False
     slopes: bool = False
+    q8: bool = False
+    """Whether results are written as codes too."""
 
     @property
     def kernel(self) -> KernelSpec:
         params = {"key_dim": self.key_dim, "value_dim": self.value_dim, "dtype": self.dtype}
         flags = {"has_window": self.window > 0, "has_softcap": self.softcap > 0}
-        return KernelSpec("attention", {**params, **flags, "has_sinks": self.sinks, "has_slopes": self.slopes})
+        weights = {"has_sinks": self.sinks, "has_slopes": self.slopes}
+        return KernelSpec("attention", {**params, **flags, **weights, "float_out": True, "q8_out": self.q8})
 
 
 @dataclass
@@ -64,14 +68,22 @@ class Batch:
         context = np.array([end for _, _, end in chosen], np.int32)
         pages = self._visible_pages(chosen)
         out = Guarded((len(q), shape.heads, shape.value_dim), np.float32)
+        width = shape.heads * shape.value_dim
+        q8 = Guarded((len(q), q8_row_bytes(width)), np.uint8)
         optional = [shape.window] * (shape.window > 0) + [shape.softcap] * (shape.softcap > 0)
         weights = [self.sinks] * shape.sinks + [self.slopes] * shape.slopes
         load_kernel(shape.kernel, isa)(
             *(q, self.cache.data, pages, pages.shape[1], seq_start, context, *weights, out.array),
+            *[q8.array] * shape.q8,
             *(len(chosen), shape.heads, shape.kv_heads, shape.page_tokens, scale, *optional),
             threads=threads,
         )
         out.check()
+        q8.check()
+        if shape.q8:
+            rows = out.array.reshape(len(q), width)
+            finite = np.isfinite(rows).all(axis=1)
+            assert_q8(q8.array[finite], rows[finite])
         return np.split(out.array, seq_start[1:-1])
 
     def expected(self, chosen: list[tuple[int, int, int]]) -> list[Floats]:
@@ -130,12 +142,12 @@ def make_batch(shape: Shape, context: list[int], seed: int = 0) -> Batch:
 
 
 SHAPES = {
-    "smollm": Shape(9, 3, 64, 64),
+    "smollm": Shape(9, 3, 64, 64, q8=True),
     "mha": Shape(4, 4, 32, 32, page_tokens=32),
     "mqa": Shape(13, 1, 16, 16, dtype="float16"),
     "gemma": Shape(4, 1, 256, 256, dtype="bfloat16", window=40, softcap=5.0),
     "latent": Shape(6, 2, 72, 40, dtype="float16", page_tokens=48),
-    "sinks": Shape(8, 2, 64, 64, window=100, sinks=True, dtype="bfloat16"),
+    "sinks": Shape(8, 2, 64, 64, window=100, sinks=True, dtype="bfloat16", q8=True),
     "many heads": Shape(70, 1, 24, 88),
     "alibi": Shape(6, 2, 64, 64, slopes=True),
 }

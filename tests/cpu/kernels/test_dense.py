@@ -1,4 +1,4 @@
-"""Norms, gates, pointwise expressions, rotary embedding, copies and reductions against numpy."""
+"""Norms, pointwise expressions, rotary embedding, copies and reductions against numpy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cpu.kernels.harness import Guarded, Kernel, aligned, isas, load_kernel, random_floats
+from cpu.kernels.harness import Guarded, Kernel, aligned, assert_q8, isas, load_kernel, random_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels_templates import expression as ex
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
-from toolkit.kernels_templates.packing import q8_pack, q8_row_bytes, q8_unpack
+from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.reference import KvDType, PagedCache
 from toolkit.runtime.plan import IsaName
 from toolkit.runtime.step import ROW
@@ -159,7 +159,7 @@ def test_pointwise_broadcasts(shape: tuple[int, int], isa: IsaName) -> None:
         np.testing.assert_allclose(out.array, across * full + (down[:, None] - number), rtol=1e-6, atol=1e-6)
 
 
-# --- norms and gates --------------------------------------------------------------------------------------------------
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 NORMS: Mapping[str, dict[str, ParamValue]] = {
     "rms": {"kind": "rms", "has_weight": True},
@@ -213,23 +213,6 @@ def test_norm(name: str, width: int, weight_rows: int, isa: IsaName) -> None:
         guarded.check()
 
 
-def assert_q8(packed: npt.NDArray[np.uint8], want: Wide) -> None:
-    """Rows that stand for `want` as closely as 127 steps a group can, with right scales and sums."""
-    rows, width = want.shape
-    top = np.abs(want).reshape(rows, -1, 32).max(axis=2).repeat(32, axis=1)
-    assert (np.abs(q8_unpack(packed, width) - want) <= top * (0.501 / 127)).all()
-    again = q8_pack(want.astype(np.float32))
-    tables = slice(width, width + width // 4)
-    np.testing.assert_allclose(
-        np.ascontiguousarray(packed[:, tables]).view(np.float32)[:, : width // 32],
-        np.ascontiguousarray(again[:, tables]).view(np.float32)[:, : width // 32],
-        rtol=1e-5,
-    )
-    sums = np.ascontiguousarray(packed[:, tables]).view(np.float32)[:, width // 32 :]
-    stated = q8_unpack(packed, width).reshape(rows, -1, 32).astype(np.float64).sum(axis=2)
-    np.testing.assert_allclose(sums, stated, rtol=1e-5, atol=1e-5 * top.max())
-
-
 @one_isa
 def test_norm_passes_nan_on(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 2, 576)
@@ -238,33 +221,6 @@ def test_norm_passes_nan_on(isa: IsaName) -> None:
     load(isa, "norm", **NORM_DEFAULTS | NORMS["rms"])(x, np.ones(576, np.float32), out.array, 2, 576, 1, 1e-6, 0.0)
     assert np.isfinite(out.array[0]).all()
     assert np.isnan(out.array[1]).all()
-
-
-@every_isa
-@pytest.mark.parametrize(("kind", "float_out", "q8_out"), [("silu", False, True), ("gelu_tanh", True, True)])
-def test_act_mul(kind: str, float_out: bool, q8_out: bool, isa: IsaName) -> None:
-    rng = np.random.default_rng(0)
-    rows, width = 3, 1536
-    x = random_floats(rng, rows, 2 * width, scale=2)
-    out, q8 = Guarded((rows, width), np.float32), Guarded((rows, q8_row_bytes(width)), np.uint8)
-    outputs = [out.array] * float_out + [q8.array] * q8_out
-    load(isa, "act_mul", kind=kind, float_out=float_out, q8_out=q8_out)(x, *outputs, rows, width, threads=3)
-    want = exact(kind, x[:, :width]) * x[:, width:]
-    if float_out:
-        np.testing.assert_allclose(out.array, want, rtol=2e-6, atol=2e-6)
-    assert_q8(q8.array, want)
-    out.check()
-    q8.check()
-
-
-@one_isa
-@pytest.mark.parametrize("width", [5, 40])
-def test_act_mul_of_any_width(width: int, isa: IsaName) -> None:
-    x = random_floats(np.random.default_rng(0), 7, 2 * width)
-    out = Guarded((7, width), np.float32)
-    load(isa, "act_mul", kind="relu2", float_out=True, q8_out=False)(x, out.array, 7, width, threads=2)
-    out.check()
-    np.testing.assert_allclose(out.array, exact("relu2", x[:, :width]) * x[:, width:], rtol=1e-6)
 
 
 # --- rotary embedding -------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from cpu.kernels.harness import Guarded, Kernel, aligned, isas, load_kernel, random_floats
+from cpu.kernels.harness import Guarded, Kernel, aligned, assert_q8, isas, load_kernel, random_floats
 
-from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.expression import evaluate, parse
 from toolkit.kernels_templates.packing import Layout, pack, q8_pack, q8_row_bytes, q8_unpack
 from toolkit.runtime import encodings
@@ -55,12 +55,19 @@ def random_weight(rng: np.random.Generator, encoding: Encoding, rows: int, colum
 
 
 def linear(
-    encoding: Encoding, isa: IsaName = "x86-64-v3", bias: bool = False, epilogue: str = "", extras: str = ""
+    encoding: Encoding,
+    isa: IsaName = "x86-64-v3",
+    *,
+    bias: bool = False,
+    epilogue: str = "",
+    extras: str = "",
+    gated: bool = False,
+    q8: bool = False,
 ) -> Kernel:
     """The kernel; `extras` has a letter for each extra input."""
+    params: dict[str, ParamValue] = {"encoding": encoding.name, "has_bias": bias, "epilogue": epilogue}
     kinds = {f"extra{i + 1}": extras[i : i + 1] for i in range(4)}
-    spec = KernelSpec("linear", {"encoding": encoding.name, "has_bias": bias, "epilogue": epilogue, **kinds})
-    return load_kernel(spec, isa)
+    return load_kernel(KernelSpec("linear", {**params, **kinds, "gated": gated, "float_out": True, "q8_out": q8}), isa)
 
 
 def activations(encoding: Encoding, x: Floats) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.float64]]:
@@ -172,6 +179,28 @@ def test_epilogue_sees_bias_and_extras(isa: IsaName, rows: int) -> None:
     in0 = exact_x @ weight.decode().astype(np.float64).T + bias
     expected = evaluate(parse(epilogue), [in0, same, column, residual])
     assert np.allclose(out.array, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("encoding", [encodings.Q4_1, encodings.FLOAT32], ids=name)
+@pytest.mark.parametrize(("rows", "threads"), [(1, 3), (9, 1), (70, 2)])
+def test_halves_and_codes(encoding: Encoding, isa: IsaName, rows: int, threads: int) -> None:
+    """A gated layer's result is made of both halves of its columns, and the codes are those of its floats."""
+    rng, width = np.random.default_rng(rows), 96
+    x, weight = random_floats(rng, rows, 64), random_weight(rng, encoding, 2 * width, 64)
+    bias, residual = random_floats(rng, 2 * width), random_floats(rng, rows, width)
+    out, q8 = Guarded((rows, width), np.float32), Guarded((rows, q8_row_bytes(width)), np.uint8)
+    epilogue = "(add (mul (silu in0) in1) in2)"
+    kernel = linear(encoding, isa, bias=True, epilogue=epilogue, extras="t", gated=True, q8=True)
+    read, exact_x = activations(encoding, x)
+    packed = aligned(pack("panel16", weight))
+    kernel(read, packed, bias, residual, out.array, q8.array, rows, 2 * width, 64, threads=threads)
+    out.check()
+    q8.check()
+    product = exact_x @ weight.decode().astype(np.float64).T + bias
+    expected = evaluate(parse(epilogue), [product[:, :width], product[:, width:], residual])
+    assert np.allclose(out.array, expected, rtol=1e-4, atol=1e-4)
+    assert_q8(q8.array, out.array)
 
 
 @pytest.mark.parametrize("isa", isas())

@@ -25,7 +25,7 @@ from toolkit.runtime.plan import CacheArg, ConstArg, DimArg, InputArg, WeightArg
 
 BOUNDS = Bounds(max_tokens=32, max_sequences=4, max_rows=8, max_context=64)
 T, R = Sym("T", 32), Sym("R", 8)
-H, HEADS, KV_HEADS, D, F, V = 64, 4, 2, 16, 96, 128
+H, HEADS, KV_HEADS, D, F, V = 64, 4, 2, 32, 96, 128
 
 
 def weight(build: GraphBuilder, name: str, shape: tuple[int, ...], encoding: Encoding = FLOAT32) -> Value:
@@ -67,8 +67,8 @@ def llama(encoding: Encoding, layers: int = 2, window: int = 0) -> Graph:
         a = build.op("reshape", a, shape=(-1, HEADS * D))
         o = build.op("linear", a, matrix("o", H, HEADS * D), name="o")
         x, h = build.ops("add_norm", o, x, weight(build, f"mid{layer}", (H,)), kind="rms", eps=1e-5, names=("x", "h"))
-        gate_up = build.op("linear", h, matrix("gate_up", 2 * F, H), name="gate_up")
-        m = build.op("act_mul", gate_up, kind="silu", name="m")
+        gate_up = matrix("gate_up", 2 * F, H)
+        m = build.op("linear", h, gate_up, gated=True, epilogue="(mul (silu in0) in1)", name="m")
         d = build.op("linear", m, matrix("down", H, F), name="d")
         x, h = build.ops("add_norm", d, x, weight(build, f"end{layer}", (H,)), kind="rms", eps=1e-5, names=("x", "h"))
     last = build.op("take_rows", h, rows, name="last")
@@ -93,7 +93,7 @@ def test_float_llama() -> None:
     lowered = checked(llama(FLOAT32, layers=1))
     assert families(lowered.forward) == [
         *("embedding", "embedding", "embedding", "norm", "linear", "rope_kv_write", "attention", "linear"),
-        *("norm", "linear", "act_mul", "linear", "norm", "take_rows", "linear"),
+        *("norm", "linear", "linear", "norm", "take_rows", "linear"),
     ]
     assert families(lowered.sample) == ["sample"]
     assert {name: item.layout for name, item in lowered.weights.items()} == {
@@ -102,7 +102,7 @@ def test_float_llama() -> None:
     }
     qkv = args_of(lowered.forward[4])
     assert qkv["weight"] == WeightArg("qkv0")
-    assert (qkv["rows"], qkv["N"], qkv["K"]) == (DimArg("T"), ConstArg(128), ConstArg(H))
+    assert (qkv["rows"], qkv["N"], qkv["K"]) == (DimArg("T"), ConstArg((HEADS + 2 * KV_HEADS) * D), ConstArg(H))
     rope = args_of(lowered.forward[5])
     assert (rope["slots"], rope["cache"]) == (InputArg("slots", 0), CacheArg(0, 0))
     assert lowered.forward[5].kernel.params["rotary"] == D
@@ -129,9 +129,12 @@ def test_affine_layers_share_quantized_inputs() -> None:
         *[(True, False)] * 4,
         (False, True),  # the last one feeds take_rows
     ]
-    assert all(c.kernel.params["q8_out"] for c in calls if c.kernel.family == "act_mul")
-    # Attention's output, once a layer, and the rows of logits.
-    assert families(calls).count("quantize") == 3
+    gated = [call for call in calls if call.kernel.params.get("gated")]
+    attention = [call for call in calls if call.kernel.family == "attention"]
+    for call in (*gated, *attention):
+        assert call.kernel.params["q8_out"], call.op
+        assert not call.kernel.params["float_out"], call.op
+    assert families(calls).count("quantize") == 1, "the rows of logits"
     assert lowered.buffers["h:q8"].bytes == 32 * q8_row_bytes(H)
     for call in calls:
         if call.kernel.family == "linear":
@@ -187,7 +190,7 @@ def test_slices_are_views_where_a_stride_is_taken_and_copies_elsewhere() -> None
     build = GraphBuilder()
     x = embedded(build)
     positions = build.input("positions", "int32", (T,))
-    cos = build.op("embedding", build.constant("table", np.ones((64, D // 2), np.float32)), positions)
+    cos = build.op("embedding", build.constant("table", np.ones((64, 8), np.float32)), positions)
     q, k, v = (build.op("slice", x, axis=1, start=i, stop=i + 16, name=f"s{i}") for i in (0, 16, 32))
     heads = [build.op("reshape", part, shape=(-1, 1, 16)) for part in (q, k, v)]
     rotated = build.op("rope", heads[0], cos, cos)

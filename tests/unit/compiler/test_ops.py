@@ -178,9 +178,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations(kind: str) -> None:
     x = random(TOKENS, 12)
-    gate, up = torch.from_numpy(x).chunk(2, dim=1)
     close(evaluate("activation", x, kind=kind)[0], ACTIVATIONS[kind](torch.from_numpy(x)))
-    close(evaluate("act_mul", x, kind=kind)[0], ACTIVATIONS[kind](gate) * up)
 
 
 def test_arithmetic_broadcasts_and_takes_scalars() -> None:
@@ -224,13 +222,14 @@ def test_every_activation_of_the_expression_language_is_an_attribute() -> None:
         ("norm", [(2,), (2,)], {"eps": 1e-5, "kind": "max"}, "kind: rms or layer or l2, found 'max'"),
         ("norm", [(2,), (3,)], {"eps": 1e-5}, "norm: expected weights that match the last dimensions"),
         ("linear", [(T, 4), (3, 5)], {}, r"linear: expected x\[.., K\] and w\[N, K\], found \(float32\[T, 4\]"),
-        ("linear", [(T, 4), (3, 4), (T, 3)], {}, "expected no extra inputs without an epilogue"),
+        ("linear", [(T, 4), (3, 4), (T, 3)], {}, "expected an epilogue for halves and extra inputs"),
+        ("linear", [(T, 4), (6, 4)], {"gated": True}, "expected an epilogue for halves and extra inputs"),
+        ("linear", [(T, 4), (3, 4)], {"gated": True, "epilogue": "in1"}, "expected a multiple of 2, found 3"),
         ("linear", [(T, 4), (3, 4)], {"epilogue": "(add in0 in1)"}, "expected extra inputs for the epilogue"),
         ("reshape", [(T, 6)], {"shape": (-1, 4)}, "expected a multiple of 4, found 6\\*T"),
         ("slice", [(T, 6)], {"axis": 0, "start": 0, "stop": 3}, "expected a fixed axis 0"),
         ("add", [(T, 6), (T, 5)], {}, "expected equal dimensions or 1, found 6, 5"),
         ("attention", [(T, 3, 4), (T, 2, 4), (T, 2, 4)], {"layer": 0, "scale": 1.0}, "Hq a multiple of Hk"),
-        ("act_mul", [(T, 5)], {"kind": "silu"}, r"expected \[.., 2F\]"),
     ],
 )
 def test_errors_say_what_was_expected(

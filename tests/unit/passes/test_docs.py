@@ -14,7 +14,6 @@ from toolkit.compiler.pass_ import Pass
 from toolkit.compiler.shapes import Sym
 from toolkit.compiler.text import parse_graph, print_graph
 from toolkit.compiler.verify import verify
-from toolkit.passes.act_mul import FuseActMul
 from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
 from toolkit.passes.common_subexpressions import CommonSubexpressions
@@ -84,14 +83,6 @@ def merge_linear(b: GraphBuilder) -> Value:
     return b.op("mul", b.op("activation", gate, kind="silu", name="act"), up, name="y")
 
 
-def act_mul(b: GraphBuilder) -> Value:
-    x = _x(b, 192, "gate_up")
-    gate, up = (
-        b.op("slice", x, axis=1, start=start, stop=start + 96, name=n) for n, start in (("gate", 0), ("up", 96))
-    )
-    return b.op("mul", b.op("activation", gate, kind="silu", name="act"), up, name="y")
-
-
 def rope_kv_write(b: GraphBuilder) -> Value:
     x = _x(b, 128, "qkv")
     cos, sin = (b.input(name, "float32", (T, 8)) for name in ("cos", "sin"))
@@ -116,8 +107,13 @@ def fuse_pointwise(b: GraphBuilder) -> Value:
 
 
 def linear_epilogue(b: GraphBuilder) -> Value:
-    product = b.op("linear", _x(b), _w(b, "down", 64, 64), name="product")
-    return b.op("add", _x(b, name="residual"), b.op("activation", product, kind="gelu", name="act"), name="y")
+    gate_up = b.op("linear", _x(b), _w(b, "mlp", 192, 64), name="gate_up")
+    cuts = (("gate", 0), ("up", 96))
+    gate, up = (b.op("slice", gate_up, axis=1, start=start, stop=start + 96, name=name) for name, start in cuts)
+    product = b.op(
+        "linear", b.op("pointwise", gate, up, expr="(mul (silu in0) in1)", name="act"), _w(b, "down", 64, 96)
+    )
+    return b.op("add", _x(b, name="residual"), b.op("activation", product, kind="gelu", name="gelu"), name="y")
 
 
 def drop_unused(b: GraphBuilder) -> Value:
@@ -133,7 +129,6 @@ EXAMPLES: tuple[tuple[Pass, Callable[[GraphBuilder], Value]], ...] = (
     (QuantizeWeights(Quantization.parse("int4")), quantize_weights),
     (InsertCaches(), insert_caches),
     (MergeLinear(lambda tensor: BFLOAT16), merge_linear),
-    (FuseActMul(frozenset(["silu"])), act_mul),
     (FuseRopeKvWrite(), rope_kv_write),
     (FuseAddNorm(), add_norm),
     (FusePointwise(), fuse_pointwise),

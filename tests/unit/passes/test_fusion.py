@@ -16,7 +16,6 @@ from toolkit.compiler.ops import GraphBuilder
 from toolkit.compiler.pass_ import Pass
 from toolkit.compiler.shapes import Dim, Sym
 from toolkit.compiler.verify import verify
-from toolkit.passes.act_mul import FuseActMul
 from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
 from toolkit.passes.fuse_pointwise import FusePointwise
@@ -156,6 +155,54 @@ def test_an_epilogue_is_not_repeated_by_what_reads_it_twice() -> None:
     assert ops(result) == [("linear", "(exp in0)"), ("mul", "")]
 
 
+def gated(b: GraphBuilder, expr: str, width: int = 16, cut: int | None = None, bias: bool = False) -> Value:
+    """An expression of two slices of a linear layer's columns, in0 and in1, and a residual, in2."""
+    x = b.input("x", "float32", (T, 4))
+    weights = [b.param("w", (2 * width, 4)), *([b.param("bias", (2 * width,))] if bias else [])]
+    product = b.op("linear", x, *weights, has_bias=bias)
+    cut = cut or width
+    halves = [b.op("slice", product, axis=1, start=start, stop=start + width) for start in (0, cut)]
+    return b.op("pointwise", *halves, b.input("residual", "float32", (T, width)), expr=expr)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "expr",
+    ["(add in2 (mul (silu in0) in1))", "(mul (gelu in1) (add in0 in2))", "(mul in0 (mul in1 (tanh (mul in0 in2))))"],
+)
+def test_work_on_both_halves_is_the_epilogue_of_a_gated_layer(expr: str, bias: bool) -> None:
+    b = GraphBuilder()
+    (op,) = fused(b.build(gated(b, expr, bias=bias)), FuseLinearEpilogue()).ops
+    assert (op.attrs["gated"], op.attrs["epilogue"], op.attrs["has_bias"]) == (True, expr, bias)
+
+
+def test_what_follows_a_gated_layer_joins_its_epilogue() -> None:
+    b = GraphBuilder()
+    y = b.op("mul", gated(b, "(add in2 (mul (silu in0) in1))"), scalar=3.0)
+    (op,) = fused(b.build(y), FuseLinearEpilogue()).ops
+    assert op.attrs["epilogue"] == "(mul (add in2 (mul (silu in0) in1)) 3.0)"
+
+
+def test_slices_that_are_no_halves_or_read_elsewhere_stay() -> None:
+    expr = "(add in2 (mul (silu in0) in1))"
+    b = GraphBuilder()
+    graph = b.build(gated(b, expr, cut=8))
+    assert fused(graph, FuseLinearEpilogue()) == graph
+    for read in (0, 1):  # the product, its first half
+        b = GraphBuilder()
+        y = gated(b, expr)
+        graph = b.build(y, b.op("activation", b.build(y).ops[read].output, kind="exp"))
+        assert fused(graph, FuseLinearEpilogue()) == graph
+
+
+def test_halves_of_odd_width_stay_and_are_reported() -> None:
+    b = GraphBuilder()
+    graph = b.build(gated(b, "(add in2 (mul (silu in0) in1))", width=24))
+    assert fused(graph, FuseLinearEpilogue()) == graph
+    (note,) = FuseLinearEpilogue().run(graph).notes
+    assert note == "linear: its activation stays on its own, as 48 columns are no multiple of 32"
+
+
 def test_columns_and_too_many_extras_do_not_fit_an_epilogue() -> None:
     b = GraphBuilder()
     x, column = b.input("x", "float32", (T, 4)), b.input("column", "float32", (T, 1))
@@ -189,22 +236,6 @@ def test_a_norm_of_another_sum_stays(other: str) -> None:
     total = b.op("add", x, scalar=2.0) if other == "scalar" else b.op("add", x, b.param("row", (4,)))
     graph = b.build(b.op("norm", total, eps=1e-5, has_weight=False))
     assert fused(graph, FuseAddNorm()) == graph
-
-
-def gated(first: int = 0, kind: str = "silu", swap: bool = False) -> Graph:
-    b = GraphBuilder()
-    x = b.input("x", "float32", (T, 8))
-    halves = [b.op("slice", x, axis=1, start=start, stop=start + 4) for start in (first, 4 - first)]
-    gate = b.op("activation", halves[0], kind=kind)
-    return b.build(b.op("mul", halves[1], gate) if swap else b.op("mul", gate, halves[1]))
-
-
-def test_gated_halves_become_act_mul() -> None:
-    each = FuseActMul(frozenset(["silu"]))
-    for swap in (False, True):
-        assert [op.kind for op in fused(gated(swap=swap), each).ops] == ["act_mul"]
-    for graph in (gated(first=4), gated(kind="softplus")):
-        assert fused(graph, each) == graph
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
