@@ -12,7 +12,9 @@ from ..runtime.load import read_plan
 from ..runtime.plan import Plan
 from .driver import compile as compile_model
 from .progress import Phases, TerminalPhases
+from .requirements import Requirements, requirements, sentences
 from .roofline import read_bandwidth, seconds_per_token
+from .units import size
 
 SHOWN_NOTES = 4
 
@@ -30,6 +32,7 @@ class Summary(msgspec.Struct, frozen=True):
     kv_bytes_per_token: float
     estimated_seconds_per_token: float
     """At batch 1 with a short context, if memory is read at this machine's full speed."""
+    requirements: Requirements
     seconds: dict[str, float]
     """By phase."""
     notes: tuple[str, ...]
@@ -96,11 +99,12 @@ def command(
             force=force,
             progress=phases,
         )
-    summary = summarize(path, read_plan(path), phases.seconds)
+    plan = read_plan(path)
+    summary = summarize(path, plan, phases.seconds)
     if as_json:
         click.echo(msgspec.json.encode(summary))
     else:
-        print_summary(summary)
+        print_summary(summary, plan)
 
 
 def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
@@ -116,12 +120,13 @@ def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
         activation_bytes=plan.memory.arena,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         estimated_seconds_per_token=seconds_per_token(plan, read_bandwidth()),
+        requirements=requirements(plan),
         seconds={name: round(value, 3) for name, value in seconds.items()},
         notes=notes,
     )
 
 
-def print_summary(summary: Summary) -> None:
+def print_summary(summary: Summary, plan: Plan) -> None:
     """The summary for people."""
     for name, value in (
         ("ops", f"{summary.captured_ops} captured, {summary.fused_ops} after fusion"),
@@ -130,6 +135,7 @@ def print_summary(summary: Summary) -> None:
         ("activations", size(summary.activation_bytes)),
         ("KV cache", f"{size(summary.kv_bytes_per_token)} a token"),
         ("estimate", f"{summary.estimated_seconds_per_token * 1e3:.1f} ms a token here, if memory is the limit"),
+        *(("needs", sentence) for sentence in sentences(summary.requirements, plan)),
         ("time", ", ".join(f"{name.lower()} {value:.1f} s" for name, value in summary.seconds.items())),
         ("plan", summary.plan),
     ):
@@ -139,12 +145,3 @@ def print_summary(summary: Summary) -> None:
     if len(summary.notes) > SHOWN_NOTES:
         click.echo(f"and {len(summary.notes) - SHOWN_NOTES} more notes, see: toolkit inspect {summary.plan}")
     click.echo(f"\nNext: toolkit serve {summary.plan}")
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

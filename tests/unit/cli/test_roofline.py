@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.cli.compile_ import size
 from toolkit.cli.roofline import read_bandwidth
+from toolkit.cli.units import size
 
 
 def test_bandwidth_is_plausible() -> None:
