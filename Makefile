@@ -1,6 +1,6 @@
 # The two commands are `make demo` and `make test`; both make what they need.
 .DELETE_ON_ERROR:
-.PHONY: help install models demo test lint types bench docs clean
+.PHONY: help install models demo test fuzz lint types bench docs clean
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -36,6 +36,9 @@ lint: $(INSTALLED)  ## Check style
 
 types: $(INSTALLED)  ## Check types
 	$(BIN)/mypy --strict --explicit-package-bases src/toolkit tests
+
+fuzz: $(INSTALLED)  ## Load 20,000 damaged files of every kind: FUZZ='--seed 7 --count 1000' changes that
+	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign $(FUZZ)
 
 bench: models  ## Measure against llama.cpp and print the figures with their ratios
 	$(BIN)/python benchmarks/run.py $(MODELS)

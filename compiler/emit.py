@@ -62,8 +62,9 @@ def make_plan(
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Write `directory/plan.json`, keys sorted."""
-    text = msgspec.json.format(msgspec.json.encode(plan, order="sorted"), indent=1)
+    """Write `directory/plan.json`, keys sorted, with its digest."""
+    signed = msgspec.structs.replace(plan, digest=plan.content_digest)
+    text = msgspec.json.format(msgspec.json.encode(signed, order="sorted"), indent=1)
     (directory / PLAN).write_bytes(text + b"\n")
 
 

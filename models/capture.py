@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..compiler.ir import Graph
 from ..compiler.shapes import Bounds, Sym
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, brief
 from .aten import HANDLERS
 from .audit import find_missing
 from .emitter import Emitter, LayersDiffer
@@ -126,7 +126,7 @@ def build_model(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
             warnings.simplefilter("ignore")
             model: Any = make(copy.deepcopy(config), dtype=DTYPES[dtype], attn_implementation="eager")
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {brief(error)}"
         raise UserError(
             f"transformers can't build a {config.model_type} model from this config.json: {reason}"
         ) from error

@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..runtime.decode import decode_json
 from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, EncodedArray, Encoding
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, shown
 
 INDEX = "model.safetensors.index.json"
+MAX_NAME = 512
+"""Longest name of a tensor."""
 _MAX_HEADER = 100_000_000
 _SIZES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -105,10 +108,10 @@ def read_safetensors(path: Path) -> SafetensorsFile:
                     f"{path.name} is no whole safetensors file: its header should be {length} bytes long, "
                     f"the file has {size}; download it again."
                 )
-            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            raw = decode_json(file.read(length), dict[str, msgspec.Raw])
             raw.pop("__metadata__", None)
-            entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-    except (msgspec.DecodeError, RecursionError) as error:
+            entries = {name: decode_json(bytes(entry), _Entry) for name, entry in raw.items()}
+    except ValueError as error:
         raise UserError(f"{path.name} has a damaged safetensors header ({error}); download it again.") from None
     except OSError as error:
         raise UserError(f"{path.name} cannot be read: {error.strerror}.") from None
@@ -119,8 +122,10 @@ def read_safetensors(path: Path) -> SafetensorsFile:
 
 def _check_entry(path: Path, name: str, entry: _Entry, available: int) -> None:
     begin, end = entry.data_offsets
+    if not name.isprintable() or len(name) > MAX_NAME:
+        raise UserError(f"{path.name} is damaged: a tensor has the name {shown(name)}; download it again.")
     if entry.dtype not in _SIZES or any(dim < 0 for dim in entry.shape):
-        raise UserError(f"{path.name}: tensor {name} has dtype {entry.dtype} and shape {list(entry.shape)}.")
+        raise UserError(f"{path.name}: tensor {name} has dtype {shown(entry.dtype)} and shape {list(entry.shape)}.")
     if not 0 <= begin <= end <= available:
         raise UserError(
             f"{path.name} is truncated or damaged: tensor {name} is at bytes {begin} to {end} of {available}; "
@@ -175,7 +180,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
         names = sorted(set(_weight_map(directory).values()))
         for name in names:
             if Path(name).name != name or not (directory / name).is_file():
-                raise UserError(f"{directory.name} lacks {name}, which {INDEX} names; download the model again.")
+                raise UserError(f"{directory.name} lacks {shown(name)}, which {INDEX} names; download the model again.")
         return tuple(directory / name for name in names)
     single = directory / "model.safetensors"
     found = (single,) if single.is_file() else tuple(sorted(directory.glob("*.safetensors")))
@@ -195,8 +200,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
         weight_map: dict[str, str]
 
     try:
-        return msgspec.json.decode((directory / INDEX).read_bytes(), type=Index).weight_map
-    except (msgspec.DecodeError, RecursionError) as error:
+        return decode_json((directory / INDEX).read_bytes(), Index).weight_map
+    except ValueError as error:
         raise UserError(f"{INDEX} is damaged ({error}); download the model again.") from None
 
 
@@ -204,4 +209,4 @@ def _check_index(directory: Path, stored: Mapping[str, Any]) -> None:
     if (directory / INDEX).is_file():
         missing = next((name for name in _weight_map(directory) if name not in stored), None)
         if missing is not None:
-            raise UserError(f"No shard of {directory.name} has the tensor {missing}, which {INDEX} names.")
+            raise UserError(f"No shard of {directory.name} has the tensor {shown(missing)}, which {INDEX} names.")

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, shown
 from .gguf_blocks import BLOCKS, BlockType
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+MAX_NAME = 512
+"""Longest name of a tensor."""
 _MAX_RANK = 4
 _MAX_TENSORS = 1 << 20
 
@@ -142,6 +144,8 @@ class _Parser:
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, rank = self.string(), self.scalar("I")
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise UserError(f"{self.path.name} is damaged: a tensor has the name {shown(name)}; download it again.")
         if not 1 <= rank <= _MAX_RANK:
             raise UserError(f"{self.path.name}: tensor {name} has {rank} dimensions; the file is damaged.")
         sizes = tuple(self.scalar("Q") for _ in range(rank))
@@ -150,7 +154,7 @@ class _Parser:
     def place(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, GGUFTensor]:
         """Check every entry against the file and make its offset absolute."""
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise UserError(f"{self.path.name}: general.alignment is {alignment}, not a power of two.")
+            raise UserError(f"{self.path.name}: general.alignment is {shown(alignment)}, not a power of two.")
         start = -(-self.at // alignment) * alignment
         placed: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in entries:

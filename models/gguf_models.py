@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, shown
 from .gguf_file import GGUFFile
 
 Config = dict[str, Any]
@@ -39,7 +39,7 @@ class Metadata:
         if not isinstance(value, int | float) or value <= 0:
             raise UserError(
                 f"{self.file.path.name} should give {self.architecture}.{key} as one positive number, "
-                f"found {value!r}; convert the model again."
+                f"found {shown(value)}; convert the model again."
             )
         return value
 
@@ -83,7 +83,9 @@ def _decoder(meta: Metadata) -> Config:
     """What every decoder with RoPE and RMS norms says."""
     tensors = meta.file.tensors
     if meta.get("expert_count", 0):
-        raise UserError(f"{meta.file.path.name} is a mixture of experts ({meta.architecture}), not supported yet.")
+        raise UserError(
+            f"{meta.file.path.name} is a mixture of experts ({shown(meta.architecture)}), not supported yet."
+        )
     heads, hidden = meta.need("attention.head_count"), meta.need("embedding_length")
     return {
         "vocab_size": _vocabulary(meta),
@@ -120,7 +122,9 @@ def _rope(meta: Metadata) -> Config:
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     elif kind != "none":
-        raise UserError(f"{meta.file.path.name} has RoPE scaling {kind!r}; none, linear, yarn, longrope are supported.")
+        raise UserError(
+            f"{meta.file.path.name} has RoPE scaling {shown(kind)}; none, linear, yarn, longrope are supported."
+        )
     return rope
 
 
@@ -261,8 +265,8 @@ def architecture(file: GGUFFile) -> Architecture:
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(
-            f"{file.path.name} is of architecture {name!r}; GGUF files of {', '.join(ARCHITECTURES)} can be compiled, "
-            "for others give the Hugging Face directory."
+            f"{file.path.name} is of architecture {shown(name)}; GGUF files of {', '.join(ARCHITECTURES)} can be "
+            "compiled, for others give the Hugging Face directory."
         )
     return ARCHITECTURES[name]
 

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, brief, shown
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Values of `tokenizer.ggml.token_type`."""
@@ -72,7 +72,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that GGUF metadata describes. Raises UserError for a kind that is not known."""
     family = metadata.get("tokenizer.ggml.model")
     if family not in ("gpt2", "llama"):
-        raise UserError(f"The file's tokenizer is of kind {family!r}; gpt2 and llama can be converted.")
+        raise UserError(f"The file's tokenizer is of kind {shown(family)}; gpt2 and llama can be converted.")
     tokenizer, add_bos = (_byte_level if family == "gpt2" else _sentencepiece)(metadata)
     _add_tokens(tokenizer, metadata)
     _set_post_processor(tokenizer, metadata, add_bos)
@@ -89,7 +89,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     default = "gpt-2" if metadata.get("general.architecture") == "gpt2" else "default"
     name = metadata.get("tokenizer.ggml.pre", default)
     if name not in SPLITS:
-        raise UserError(f"The file's pre-tokenizer is {name!r}; known are {', '.join(SPLITS)}.")
+        raise UserError(f"The file's pre-tokenizer is {shown(name)}; known are {', '.join(SPLITS)}.")
     split = SPLITS[name]
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(_bpe(_vocabulary(metadata), merges, ignore_merges=split.ignore_merges))
@@ -125,7 +125,7 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: A
     try:
         return BPE(vocab=vocabulary, merges=merges, **options)
     except Exception as error:  # the library raises plain Exception for a merge that is not in the vocabulary
-        raise UserError(f"The file's tokenizer is damaged: {error}.") from None
+        raise UserError(f"The file's tokenizer is damaged: {brief(error)}.") from None
 
 
 def _types(metadata: Mapping[str, Any]) -> list[int]:

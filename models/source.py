@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..compiler.weights import TensorSource
 from ..runtime.encodings import Encoding, FloatName
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, brief, shown
 from .checkpoint import INDEX, Checkpoint, weight_files
 from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
@@ -85,7 +85,7 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
         if getattr(config, "quantization_config", None) is not None:
             method = _field(config.quantization_config, "quant_method") or "unknown"
             raise UserError(
-                f"{directory.name} is quantized by {method!r}, which is not supported; use the original or a GGUF."
+                f"{directory.name} is quantized by {shown(method)}, which is not supported; use the original or a GGUF."
             )
         weights = Checkpoint(directory, _decoder_prefix(config))
         stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"
@@ -110,23 +110,46 @@ def _read_config(directory: Path) -> PretrainedConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; give a Hugging Face model directory or a .gguf file.")
-    values = _read_json(path)
+    values = read_json(path)
     kind = values.get("model_type")
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(f"{directory.name}/config.json has model_type {kind!r}, which is no language model known here.")
+    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{directory.name}/config.json has model_type {shown(kind)}, which is no language model known here."
+        )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     except Exception as error:  # the config classes raise errors of many kinds for values that they refuse
-        reason = " ".join(str(error).split())
-        raise UserError(f"{directory.name}/config.json is no valid {kind} config: {reason}") from None
+        raise UserError(f"{directory.name}/config.json is no valid {kind} config: {brief(error)}") from None
+    _check_sizes(config, f"{directory.name}/config.json")
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+_LARGEST = {
+    "num_hidden_layers": 10_000,
+    "max_position_embeddings": 1 << 30,
+    "vocab_size": 1 << 26,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+}
+"""Far beyond any model, but small enough that one can be described without weights."""
+
+
+def _check_sizes(config: PretrainedConfig, origin: str) -> None:
+    for name, limit in _LARGEST.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not 0 <= value <= limit:
+            raise UserError(f"{origin} says that {name} is {value}, which no model has; correct it.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object as Hugging Face writes it, infinities included. Raises UserError if it is none."""
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path.name} is not valid JSON ({error}); download it again.") from None
+        raise UserError(f"{path.name} is not valid JSON ({brief(error)}); download it again.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path.name} should be a JSON object, found {type(values).__name__}; download it again.")
     return values
@@ -157,7 +180,7 @@ def _decoder_prefix(config: PretrainedConfig) -> str:
 def _end_and_begin(directory: Path, config: PretrainedConfig) -> tuple[tuple[int, ...], int | None]:
     """End-of-sequence ids and the begin id: as generation_config.json says, else config.json."""
     path = directory / "generation_config.json"
-    values = _read_json(path) if path.is_file() else {}
+    values = read_json(path) if path.is_file() else {}
     eos = values.get("eos_token_id", getattr(config, "eos_token_id", None))
     bos = values.get("bos_token_id", getattr(config, "bos_token_id", None))
     ids = eos if isinstance(eos, list) else [eos]
@@ -171,13 +194,9 @@ def random_source(config: PretrainedConfig, dtype: FloatName = "float32") -> Ran
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, tied ones once, from a model without storage."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    from .capture import build_model
 
-    factory: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        model = factory.from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in build_model(config, "float32").named_parameters()}
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -190,7 +209,8 @@ def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path.name} has metadata that no config accepts: {' '.join(str(error).split())}") from None
+        raise UserError(f"{path.name} has metadata that no config accepts: {brief(error)}") from None
+    _check_sizes(config, path.name)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     stored = _chosen(dtype, _main_float(file))
     weights = random_source(config, stored) if random else GGUFSource(file, config)
@@ -253,8 +273,7 @@ def _download(model: str, weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # offline, unknown, gated and interrupted downloads all have types of their own
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{model} is no local path and cannot be fetched from the hub ({type(error).__name__}: {reason}); "
+            f"{model} is no local path and cannot be fetched from the hub ({type(error).__name__}: {brief(error)}); "
             "check the name and the network, or download it elsewhere and give its directory."
         ) from None

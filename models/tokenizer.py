@@ -16,10 +16,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..runtime.errors import UserError
+from ..runtime.errors import UserError, brief
 from ..runtime.plan import Text
 from .gguf_tokenizer import build_tokenizer, token_text
-from .source import OpenedModel
+from .source import OpenedModel, read_json
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Names in chat templates and in GGUF metadata."""
@@ -44,14 +44,14 @@ def write_text(opened: OpenedModel, directory: Path) -> Text | None:
         assert opened.text.metadata is not None
         parts = _from_gguf(opened.text.metadata)
     names = {"default": "chat_template.jinja", "tool_use": "chat_template_tool_use.jinja"}
+    settings = {"special_tokens_map.json": parts.special, "generation_config.json": _generation_config(opened)}
     files = {
         "tokenizer.json": parts.tokenizer.to_str(),
-        "special_tokens_map.json": _json(parts.special),
-        "generation_config.json": _json(_generation_config(opened)),
+        **{name: _json(name, values) for name, values in settings.items()},
         **{names[name]: template for name, template in parts.templates.items() if name in names},
     }
     for name, content in files.items():
-        (directory / name).write_text(content)
+        (directory / name).write_bytes(_utf8(name, content))
     bos = parts.special.get("bos_token")
     first = parts.tokenizer.encode("a").tokens[:1]
     return Text(
@@ -62,8 +62,20 @@ def write_text(opened: OpenedModel, directory: Path) -> Text | None:
     )
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n"
+def _utf8(name: str, content: str) -> bytes:
+    try:
+        return content.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"The model's {name} would hold half a surrogate pair; fix the file that it comes from."
+        ) from None
+
+
+def _json(name: str, values: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    except ValueError:
+        raise UserError(f"The model's {name} holds a number that is not finite; correct it.") from None
 
 
 def _generation_config(opened: OpenedModel) -> dict[str, Any]:
@@ -71,8 +83,7 @@ def _generation_config(opened: OpenedModel) -> dict[str, Any]:
     assert opened.text is not None
     path = (opened.text.directory or Path()) / "generation_config.json"
     if opened.text.directory is not None and path.is_file():
-        values: dict[str, Any] = json.loads(path.read_text())
-        return values
+        return read_json(path)
     ids = {"bos_token_id": opened.bos_token_id, "eos_token_id": list(opened.eos_token_ids) or None}
     return {name: id_ for name, id_ in ids.items() if id_ is not None}
 
@@ -95,10 +106,9 @@ def _from_directory(directory: Path) -> _TextParts:
         loaded: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
         tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
     except Exception as error:  # loaders raise errors of every kind for files they cannot read
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"The tokenizer in {directory.name} cannot be loaded ({type(error).__name__}: {reason}); fix its files, or "
-            "remove them to get a plan that takes and returns token ids."
+            f"The tokenizer in {directory.name} cannot be loaded ({type(error).__name__}: {brief(error)}); fix its "
+            "files, or remove them to get a plan that takes and returns token ids."
         ) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()

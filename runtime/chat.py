@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UserError
+from .decode import decode_json
+from .errors import UserError, brief
 
 if TYPE_CHECKING:
     from .sandbox import Sandbox
@@ -47,7 +48,7 @@ class ChatTemplate:
             return cls(
                 template.read_text(encoding="utf-8"),
                 tools.read_text(encoding="utf-8") if tools.is_file() else None,
-                json.loads(special.read_text(encoding="utf-8")) if special.is_file() else None,
+                decode_json(special.read_bytes(), dict[str, str]) if special.is_file() else None,
             )
         except ValueError as error:
             raise UserError(f"{directory} has a damaged chat template ({error}): compile the plan again") from None
@@ -77,8 +78,7 @@ class ChatTemplate:
         try:
             return _sandbox().render(source, values)
         except (TemplateError, *_FAULTS) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"the chat template can't render this conversation: {reason}") from None
+            raise UserError(f"the chat template can't render this conversation: {brief(error)}") from None
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 
+def brief(error: object, limit: int = 300) -> str:
+    """The text of a foreign error as part of a sentence: one line of printable characters, not too long."""
+    text = " ".join("".join(char if char.isprintable() else " " for char in str(error)).split())
+    text = text or type(error).__name__
+    return text if len(text) <= limit else text[:limit].rstrip() + " ..."
+
+
+def shown(value: object) -> str:
+    """A value that a file gave, quoted and short."""
+    return brief(repr(value), 80)
+
+
 class UserError(Exception):
     """Something the user gave can't be used: one sentence saying what was expected, what was found and what to do.
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from errno import ENOENT, ENOTDIR
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 
 import msgspec
 
 from .abi import ABI_HASH
-from .errors import UserError
+from .decode import decode_json
+from .errors import UserError, brief, shown
 from .plan import MAJOR, MINOR, ArenaArg, Bucket, CacheArg, Launch, Plan, RandomFill, WeightArg
 
 MAX_FILL = 1 << 16
@@ -44,7 +47,7 @@ def read_plan(directory: Path | str) -> Plan:
     plan = _decode(data, path)
     problem = next(_problems(plan, root), None)
     if problem is not None:
-        raise UserError(f"the plan {root} is damaged: {problem}; compile it again")
+        raise UserError(f"the plan {root} is damaged: {brief(problem)}; compile it again")
     if plan.tuning is not None:
         verify_file(root, plan.tuning.file, plan.tuning.sha256)
     return plan
@@ -52,19 +55,19 @@ def read_plan(directory: Path | str) -> Plan:
 
 def _decode(data: bytes, path: Path) -> Plan:
     try:
-        header = msgspec.json.decode(data, type=_Header)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        header = decode_json(data, _Header)
+    except ValueError as error:
         raise UserError(f"{path} is no plan, or a truncated one: {error}; compile it again") from None
     if header.format != "toolkit-plan":
-        raise UserError(f"expected a toolkit-plan, but {path} has format {header.format!r}")
+        raise UserError(f"expected a toolkit-plan, but {path} has format {shown(header.format)}")
     if not MAJOR - 1 <= header.major <= MAJOR or (header.major == MAJOR and header.minor > MINOR):
         raise UserError(
             f"{path} has plan version {header.major}.{header.minor}, this toolkit reads up to {MAJOR}.{MINOR}: "
             "compile it again, or install the toolkit version that made it"
         )
     try:
-        plan = msgspec.json.decode(data, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        plan = decode_json(data, Plan)
+    except ValueError as error:
         raise UserError(f"the plan {path} is damaged: {error}; compile it again") from None
     if plan.abi != ABI_HASH:
         raise UserError(
@@ -75,6 +78,8 @@ def _decode(data: bytes, path: Path) -> Plan:
 
 def _problems(plan: Plan, root: Path) -> Iterator[str]:
     """What is wrong with a plan that decodes, one sentence each."""
+    if plan.digest not in ("", plan.content_digest):
+        yield "plan.json was changed since it was compiled"
     yield from _file_problems(plan, root)
     yield from _weight_problems(plan)
     if not plan.buckets:
@@ -94,14 +99,20 @@ def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
     sizes += [(name, None) for name in (plan.text.files if plan.text is not None else {})]
     for name, size in sizes:
         pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts:
-            yield f"{name!r} is not a path inside the plan"
+        if pure.is_absolute() or ".." in pure.parts or not name.isprintable():
+            yield f"{shown(name)} is not a path inside the plan"
             continue
-        path = root / name
-        if not path.is_file():
-            yield f"{name} is missing"
-        elif size is not None and path.stat().st_size != size:
-            yield f"{name} should have {size} bytes, it has {path.stat().st_size}"
+        try:
+            found = (root / name).stat()
+        except OSError as error:
+            yield (
+                f"{name} is missing" if error.errno in (ENOENT, ENOTDIR) else f"{name} can't be read: {error.strerror}"
+            )
+            continue
+        if not S_ISREG(found.st_mode):
+            yield f"{name} is no file"
+        elif size is not None and found.st_size != size:
+            yield f"{name} should have {size} bytes, it has {found.st_size}"
 
 
 def _weight_problems(plan: Plan) -> Iterator[str]:
@@ -158,7 +169,10 @@ def plan_hash(directory: Path | str) -> str:
 
 def verify_file(root: Path, file: str, sha256: str) -> None:
     """Raises UserError if the file's content is not what the plan was made with."""
-    with open(root / file, "rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with open(root / file, "rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"can't read {root / file}: {error.strerror}") from None
     if found != sha256:
         raise UserError(f"the plan {root} is damaged: {file} was changed since it was compiled; compile it again")

@@ -310,6 +310,16 @@ class Plan(_Record, frozen=True):
     tuning: TuningFile | None = None
     """Races behind the kernels' choices, if there were any."""
     fills: dict[str, RandomFill] = {}
+    digest: str = ""
+    """`content_digest` of the plan, so that a change of any number in it is noticed; "" in plans before 1.1."""
+
+    @property
+    def content_digest(self) -> str:
+        """SHA-256 of everything here but `digest`, as JSON with sorted keys."""
+        import hashlib
+
+        bare = msgspec.structs.replace(self, digest="")
+        return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
     @property
     def kv_bytes_per_token(self) -> float:

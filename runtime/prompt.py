@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from .debug import debug_phase
+from .decode import decode_json
 from .errors import UserError
 from .load import verify_file
 from .output import Detokenizer
@@ -192,9 +193,9 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=_GenerationConfig)
+        config = decode_json(path.read_bytes(), _GenerationConfig)
         defaults = {name: value for name, value in msgspec.structs.asdict(config).items() if value is not None}
         SamplingParams(**defaults)
-    except (msgspec.DecodeError, UserError) as error:
+    except (ValueError, UserError) as error:
         raise UserError(f"{path} can't be used: {error}; correct it or compile the plan again") from None
     return defaults

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import UserError
+from .errors import UserError, brief
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception for every kind of damage
-            raise UserError(f"{path} is damaged ({error}): compile the plan again") from None
+            raise UserError(f"{path} is damaged ({brief(error)}): compile the plan again") from None
         return cls(backend, plan.model.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

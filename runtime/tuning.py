@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from .decode import decode_json
 from .errors import UserError
 from .plan import Generator, IsaName
 
@@ -61,10 +62,10 @@ def encode_tuning(tuning: Tuning) -> bytes:
 def read_tuning(path: Path | str) -> Tuning:
     """The races in a tuning file. Raises UserError if there is none, or a damaged or newer one."""
     try:
-        tuning = msgspec.json.decode(Path(path).read_bytes(), type=Tuning)
+        tuning = decode_json(Path(path).read_bytes(), Tuning)
     except OSError as error:
         raise UserError(f"can't read the tuning file {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is no tuning file, or a damaged one: {error}; run the races again") from None
     if tuning.major != MAJOR or tuning.minor > MINOR:
         raise UserError(

@@ -282,7 +282,10 @@ def _open_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise UserError(f"can't load the plan's kernels: {error}; compile the plan again") from None
+        raise UserError(
+            f"can't load the plan's kernels: {error}; if they are on a file system mounted noexec, copy the plan to "
+            "another, else compile it again"
+        ) from None
     library.toolkit_abi.restype = ctypes.c_char_p
     library.toolkit_state_bytes.restype = ctypes.c_int64
     library.toolkit_open.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

@@ -12,7 +12,9 @@ import toolkit
 
 ROOT = Path(toolkit.__file__).parent
 FOLDERS = ("cli", "compiler", "kernels_templates", "models", "passes", "runtime")
-SHARED = frozenset(f"runtime.{name}" for name in ("plan", "encodings", "env", "errors", "step", "options", "tuning"))
+SHARED = frozenset(
+    f"runtime.{name}" for name in ("plan", "encodings", "env", "errors", "decode", "step", "options", "tuning")
+)
 ALLOWED: dict[str, frozenset[str]] = {
     "cli": frozenset({*FOLDERS, ""}),
     "models": frozenset({"compiler", *SHARED}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.runtime.sample_plan import write_sample_plan
 
+from toolkit.compiler.emit import write_plan
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.load import read_plan, verify_file
 from toolkit.runtime.plan import MAJOR, Plan
@@ -76,6 +78,48 @@ def test_refuses_random_weights_that_cant_be_made(tmp_path: Path, fills: dict[st
         read_plan(tmp_path / "plan")
 
 
+def test_a_changed_number_is_noticed(tmp_path: Path) -> None:
+    plan = write_sample_plan(tmp_path / "plan")
+    write_plan(plan, tmp_path / "plan")
+    path = tmp_path / "plan/plan.json"
+    text = path.read_text()
+    assert read_plan(tmp_path / "plan").digest == plan.content_digest
+    path.write_text(json.dumps(json.loads(text)))  # the same plan in other words
+    read_plan(tmp_path / "plan")
+    numbers = list(re.finditer(r"(?<=: )\d+(?=,\n)", text))
+    assert len(numbers) > 20
+    for match in numbers:
+        path.write_text(f"{text[: match.start()]}{int(match[0]) + 1}{text[match.end() :]}")
+        with pytest.raises(UserError, match=r"plan.json was changed|has plan version|damaged"):
+            read_plan(tmp_path / "plan")
+
+
+def test_a_plan_may_consist_of_links_and_is_only_read(tmp_path: Path) -> None:
+    plan = write_sample_plan(tmp_path / "stored")
+    (tmp_path / "plan/kernels").mkdir(parents=True)
+    for file in (path for path in (tmp_path / "stored").rglob("*") if path.is_file()):
+        (tmp_path / "plan" / file.relative_to(tmp_path / "stored")).symlink_to(file)
+    (tmp_path / "link").symlink_to(tmp_path / "plan")
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    assert read_plan(tmp_path / "link") == plan
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("place", ["a directory", "a dangling link", "a link to itself"])
+def test_refuses_what_is_no_file(tmp_path: Path, place: str) -> None:
+    write_sample_plan(tmp_path / "plan")
+    file = tmp_path / "plan/weights.safetensors"
+    file.unlink()
+    if place == "a directory":
+        file.mkdir()
+    else:
+        file.symlink_to(file if place == "a link to itself" else tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"weights.safetensors (is missing|is no file|can't be read: Too many levels)"):
+        read_plan(tmp_path / "plan")
+    with pytest.raises(UserError, match="can't read"):
+        verify_file(tmp_path / "plan", file.name, "")
+
+
 @pytest.mark.parametrize("file", ["kernels/cpu.so", "weights.safetensors", "tokenizer.json"])
 def test_refuses_missing_files(tmp_path: Path, file: str) -> None:
     write_sample_plan(tmp_path / "plan")
@@ -84,7 +128,7 @@ def test_refuses_missing_files(tmp_path: Path, file: str) -> None:
         read_plan(tmp_path / "plan")
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "kernels/../../x"])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "kernels/../../x", "a\nb"])
 def test_refuses_paths_outside(tmp_path: Path, name: str) -> None:
     write_sample_plan(tmp_path / "plan")
     data = json.loads((tmp_path / "plan/plan.json").read_text())
