@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..runtime.load import read_plan
 from ..runtime.plan import Plan
+from .driver import OPTIMIZE
 from .driver import compile as compile_model
 from .progress import Phases, TerminalPhases
 from .requirements import Requirements, requirements, sentences
@@ -56,6 +57,15 @@ class Summary(msgspec.Struct, frozen=True):
 @click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64]")
 @click.option("--max-context", type=int, help="Most tokens of a sequence.  [default: the model's, at most 8192]")
 @click.option("--weights", metavar="random[:SEED]", help="Random weights: MODEL needs only a config.json.")
+@click.option(
+    "-O",
+    "optimize",
+    type=click.IntRange(0, 2),
+    default=OPTIMIZE,
+    show_default=True,
+    help="How much to optimize: 0 only what is needed, 1 simplify, 2 fuse.",
+)
+@click.option("--check", is_flag=True, help="Check every pass: interpret the graph before and after it.")
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -69,6 +79,8 @@ def command(
     max_batch: int | None,
     max_context: int | None,
     weights: str | None,
+    optimize: int,
+    check: bool,
     dump_ir: Path | None,
     force: bool,
     as_json: bool,
@@ -95,6 +107,8 @@ def command(
             max_batch=max_batch,
             max_context=max_context,
             weights=weights,
+            optimize=optimize,
+            check=check,
             dump_ir=dump_ir,
             force=force,
             progress=phases,

@@ -22,6 +22,9 @@ from .staging import check_output, staged
 if TYPE_CHECKING:
     from ..models.source import OpenedModel
 
+OPTIMIZE = 2
+"""Level of optimization, if none is asked for."""
+
 
 def compile(
     model: str | Path,
@@ -33,6 +36,8 @@ def compile(
     max_batch: int | None = None,
     max_context: int | None = None,
     weights: str | None = None,
+    optimize: int = OPTIMIZE,
+    check: bool = False,
     dump_ir: str | Path | None = None,
     force: bool = False,
     progress: Phases | None = None,
@@ -40,8 +45,9 @@ def compile(
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
 
     `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `dtype` is auto, float32,
-    bfloat16 or float16; `weights` "random" or "random:SEED" for a model without a checkpoint; `dump_ir` a directory
-    that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
+    bfloat16 or float16; `weights` "random" or "random:SEED" for a model without a checkpoint; `optimize` the level of
+    `passes.pipelines`; `check` has every pass checked by the interpreter; `dump_ir` is a directory that gets the graph
+    after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
     one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
     """
     chosen, seed = _one_target(target), _random_seed(weights)
@@ -70,8 +76,14 @@ def compile(
         with phases.phase("Capture"):
             captured = capture(opened.config, dtype=opened.dtype, bounds=bounds, has_weight=opened.weights.__contains__)
         with phases.phase("Fuse"):
-            passes = pipeline(chosen, quant=quantization, encoding_of=lambda name: opened.weights[name].encoding)
-            fused, reports = run_passes(captured, passes, dump=Path(dump_ir) if dump_ir else None)
+            passes = pipeline(
+                chosen,
+                quant=quantization,
+                encoding_of=lambda name: opened.weights[name].encoding,
+                level=optimize,
+            )
+            dump = Path(dump_ir) if dump_ir else None
+            fused, reports = run_passes(captured, passes, check=check, dump=dump, progress=phases.advance)
         with phases.phase("Lower"):
             resolved = resolve_encodings(fused, opened.weights)
             kv_dtype = chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from .ir import Graph, Param
+from .ir import Graph, Op, Param
 from .op_spec import Array, CacheState, Packing
 from .ops import OPS
 from .shapes import CACHE
@@ -39,10 +39,7 @@ def interpret(
     last_use = {value.name: number for number, op in enumerate(graph.ops) for value in op.inputs}
     kept = {value.name for value in graph.outputs}
     for number, op in enumerate(graph.ops):
-        try:
-            results = OPS[op.kind].evaluate([values[value.name] for value in op.inputs], op.attrs, packing)
-        except (ValueError, KeyError, IndexError) as error:
-            raise ValueError(f"{describe(op)} can't be evaluated: {error}") from error
+        results = evaluate_op(op, [values[value.name] for value in op.inputs], packing)
         for value, result in zip(op.outputs, results, strict=True):
             values[value.name] = result
             if value.type == CACHE:
@@ -53,6 +50,14 @@ def interpret(
             if last_use[value.name] == number and value.name not in kept:
                 values.pop(value.name, None)
     return {value.name: values[value.name] for value in graph.outputs}
+
+
+def evaluate_op(op: Op, operands: Sequence[Any], packing: Packing) -> tuple[Any, ...]:
+    """An op's results. Raises ValueError, naming the op, where it has none."""
+    try:
+        return OPS[op.kind].evaluate(operands, op.attrs, packing)
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"{describe(op)} can't be evaluated: {error}") from error
 
 
 def param_array(param: Param, params: Params) -> Array:

@@ -13,8 +13,8 @@ def verify(graph: Graph) -> None:
     """Raise InternalError, listing every problem, unless the graph is legal.
 
     Legal: names are unique; values are defined before use, with one type; every op is a row of the op table with all
-    its attributes, legal inputs and the outputs that its shape rule gives; a cache version is written to at most once;
-    a symbol has one bound; constants have the type of their value.
+    its attributes, legal inputs and the outputs that its shape rule gives; a cache version is written to at most once,
+    and what an op says of its cache is so; a symbol has one bound; constants have the type of their value.
     """
     if problems := find_problems(graph):
         raise InternalError("the graph is illegal:\n  " + "\n  ".join(problems))
@@ -34,6 +34,7 @@ def find_problems(graph: Graph) -> list[str]:
         *_definitions(graph),
         *(problem for op in graph.ops for problem in _op(op)),
         *_cache_versions(graph),
+        *_cache_attributes(graph),
     ]
 
 
@@ -111,3 +112,18 @@ def _cache_versions(graph: Graph) -> list[str]:
                 if value.type == CACHE:
                     writers[value.name] = writers.get(value.name, 0) + 1
     return [f"cache version %{name} is written to {count} times" for name, count in writers.items() if count > 1]
+
+
+def _cache_attributes(graph: Graph) -> list[str]:
+    """Where an op names the layer, heads, width or window of its cache otherwise than the cache does."""
+    caches, problems = {cache.value.name: cache for cache in graph.caches}, []
+    for op in graph.ops:
+        cache = next((caches[value.name] for value in op.inputs if value.name in caches), None)
+        if cache is None:
+            continue
+        caches |= {value.name: cache for value in op.outputs if value.type == CACHE}
+        said = {"layer": cache.layer, "kv_heads": cache.heads, "value_dim": cache.value_dim, "window": cache.window}
+        for name, value in said.items():
+            if op.attrs.get(name, value) != value:
+                problems.append(f"{describe(op)} has {name} {op.attrs[name]}, but its cache {value}")
+    return problems

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from ..compiler.pass_ import Pass
 from ..compiler.targets import Target
 from ..runtime.encodings import Encoding
+from ..runtime.errors import UserError
 from .add_norm import FuseAddNorm
 from .canonicalize import Canonicalize
 from .common_subexpressions import CommonSubexpressions
@@ -20,6 +21,7 @@ from .quantization import Quantization
 from .quantize_weights import QuantizeWeights
 from .rope_kv_write import FuseRopeKvWrite
 
+LEVELS = (0, 1, 2)
 EncodingOf = Callable[[str], Encoding]
 """How the checkpoint stores a tensor, by name."""
 
@@ -27,8 +29,10 @@ EncodingOf = Callable[[str], Encoding]
 def pipeline(target: Target, *, quant: Quantization, encoding_of: EncodingOf, level: int = 2) -> tuple[Pass, ...]:
     """The passes from a captured graph to one that `target` can lower.
 
-    Level 0 does only what lowering needs, level 1 also simplifies, level 2 also fuses.
+    Level 0 does only what lowering needs, level 1 also simplifies, level 2 also fuses. Raises UserError for others.
     """
+    if level not in LEVELS:
+        raise UserError(f"-O expects a level from {LEVELS[0]} to {LEVELS[-1]}, found {level}")
     simplify = (Canonicalize(), FoldConstants(), CommonSubexpressions()) if level >= 1 else ()
     fuse = FUSIONS[target.name](encoding_of) if level >= 2 else ()
     return (*simplify, QuantizeWeights(quant), InsertCaches(), *fuse, DropUnused())

@@ -27,6 +27,7 @@ class QuantizeWeights(Pass):
 
     quantization: Quantization
     name: ClassVar[str] = "quantize_weights"
+    encodes: ClassVar[bool] = True
 
     def run(self, graph: Graph) -> Outcome:
         return _Choices(self.quantization, graph).outcome()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
 from toolkit.compiler.codegen import cpu as codegen
+from toolkit.compiler.ir import Graph
+from toolkit.compiler.pass_ import Outcome
+from toolkit.passes.insert_caches import InsertCaches
 from toolkit.runtime.debug import debug_level
 from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
@@ -299,6 +303,7 @@ def test_a_wrong_shape_is_refused(model_folder: Path, tmp_path: Path) -> None:
         ({"dtype": "int8"}, "--dtype must be"),
         ({"weights": "zeros"}, "--weights must be"),
         ({"max_batch": 0}, "--max-batch"),
+        ({"optimize": 7}, "-O expects a level from 0 to "),
         ({"max_context": 129}, "--max-context must be 1 to 128"),
     ],
 )
@@ -342,6 +347,29 @@ def test_the_command_reports(model_folder: Path, tmp_path: Path, capsys: pytest.
     text = capsys.readouterr().out
     for part in ("ops", "kernels", "weights", "activations", "KV cache", "estimate", "time", f"toolkit serve {output}"):
         assert part in text
+
+
+@pytest.mark.usefixtures("native")
+def test_check_names_the_broken_pass_and_its_op(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compile", str(model_folder), "-O1", "--check", "-o", str(tmp_path / "plan")]
+    assert main.run(command) == 0
+    run = InsertCaches.run
+
+    def capped(self: InsertCaches, graph: Graph) -> Outcome:
+        outcome = run(self, graph)
+        ops = (
+            replace(op, attrs={**op.attrs, "softcap": 0.1}) if op.attrs.get("kv_heads") else op
+            for op in outcome.graph.ops
+        )
+        return replace(outcome, graph=replace(outcome.graph, ops=tuple(ops)))
+
+    monkeypatch.setattr(InsertCaches, "run", capped)
+    assert main.run([*command, "--force"]) == 1
+    text = capsys.readouterr().err
+    assert "pass insert_caches (after: canonicalize, " in text
+    assert "paged_attention %attention (model.layers.0.self_attn" in text
 
 
 @pytest.mark.usefixtures("native")

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from toolkit.compiler.check import random_weights
+from toolkit.compiler.check import random_weight
 from toolkit.compiler.interpret import interpret
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.onnx_io import to_onnx, write_onnx
@@ -54,7 +54,7 @@ def model(
 
 
 def run(graph: Graph, inputs: dict[str, Array], past: dict[str, Array] | None = None) -> dict[str, Array]:
-    written = to_onnx(graph, random_weights)
+    written = to_onnx(graph, random_weight)
     onnx.checker.check_model(written, full_check=True)
     onnxruntime = import_module("onnxruntime")  # it has no types
     session = onnxruntime.InferenceSession(written.SerializeToString(), providers=["CPUExecutionProvider"])
@@ -80,7 +80,7 @@ def step(tokens: list[int], positions: list[int]) -> dict[str, Array]:
 def test_onnxruntime_agrees(options: dict[str, Any]) -> None:
     graph = model(**options)
     packed = step([3, 1, 4, 1, 5, 9, 2], [0, 1, 2, 3, 0, 1, 2])
-    expected = interpret(graph, packed, random_weights)["logits"]
+    expected = interpret(graph, packed, random_weight)["logits"]
     np.testing.assert_allclose(run(graph, packed)["logits"], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -88,7 +88,7 @@ def test_onnxruntime_agrees(options: dict[str, Any]) -> None:
 def test_stepwise_over_the_past_equals_whole(window: int) -> None:
     graph = model(window=window)
     tokens = [3, 1, 4, 1, 5, 9]
-    expected = interpret(graph, step(tokens, list(range(6))), random_weights)["logits"]
+    expected = interpret(graph, step(tokens, list(range(6))), random_weight)["logits"]
     past: dict[str, Array] | None = None
     found = []
     for start, stop in [(0, 3), (3, 4), (4, 6)]:

@@ -65,6 +65,10 @@ def _second_bound(graph: Graph) -> Graph:
     return replace(graph, inputs=(*graph.inputs, Value("r", TensorType("int32", (Sym("T", 9),)))))
 
 
+def _attends(**changed: int) -> Callable[[Graph], Graph]:
+    return _op(3, lambda op: replace(op, attrs={**op.attrs, **changed}))
+
+
 def test_a_legal_graph_passes() -> None:
     verify(legal())
 
@@ -81,6 +85,9 @@ def test_a_legal_graph_passes() -> None:
         (_op(0, lambda op: replace(op, attrs={})), "linear %y: expected attributes"),
         (_op(0, lambda op: replace(op, kind="frob")), "frob %y: expected an op of the op table, found 'frob'"),
         (lambda g: replace(g, ops=(*g.ops, g.ops[0])), "%y is defined twice"),
+        (_attends(window=3), "paged_attention %out has window 3, but its cache 0"),
+        (_attends(layer=1), "paged_attention %out has layer 1, but its cache 0"),
+        (_attends(value_dim=3), "paged_attention %out has value_dim 3, but its cache 4"),
         (lambda g: replace(g, outputs=(Value("z", T_4),)), "output %z: float32[T, 4] is not defined"),
         (lambda g: replace(g, params=(Param(g.params[0].value, Recipe()),)), "%w needs either pieces or a constant"),
         (
