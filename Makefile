@@ -1,6 +1,6 @@
 # The two commands are `make demo` and `make test`; both make what they need.
 .DELETE_ON_ERROR:
-.PHONY: help install models demo test fuzz lint types bench docs clean
+.PHONY: help install models chromium demo test fuzz lint types bench docs clean
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -23,11 +23,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 models: $(INSTALLED)  ## Fetch the two small models that tests and benchmarks use
 	$(BIN)/python benchmarks/fetch_models.py $(MODELS) smollm2 gemma3
 
+chromium:  ## Install the browser that tests of the HTML page use, where this runs as root and there is apt
+	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get; then \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium \
+		|| echo "chromium could not be installed: tests of the HTML page will be skipped" >&2; \
+	else echo "no chromium here: tests of the HTML page will be skipped" >&2; fi >/dev/null
+
 demo: $(INSTALLED)  ## Compile a real model, serve it, and ask it a question over HTTP
 	$(BIN)/python benchmarks/fetch_models.py $(MODELS) smollm2
 	$(BIN)/python -m toolkit.cli.demo $(MODELS)/smollm2.gguf .demo
 
-test: models  ## Run all tests
+test: models chromium  ## Run all tests
 	TOOLKIT_TEST_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not gpu"
 
 lint: $(INSTALLED)  ## Check style

@@ -59,6 +59,7 @@ def make_plan(batch: int, context: int) -> Plan:
 class InstantDevice:
     """Draws token 5 for every row without computing anything."""
 
+    isa = "none"
     queue_depth = 1
 
     def __init__(self, plan: Plan) -> None:

@@ -29,9 +29,7 @@ _ENGINE = (
 _STEP = (
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences in the step."),
     click.option("--tokens", type=click.IntRange(1), default=1, show_default=True, help="New tokens of each sequence."),
-    click.option(
-        "--context", type=click.IntRange(1), default=128, show_default=True, help="Tokens of each, new ones included."
-    ),
+    click.option("--context", type=click.IntRange(1), help="Tokens of each, new ones included.  [default: 128]"),
 )
 _SAMPLING = (
     click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.  [default: until it ends]"),
@@ -65,10 +63,10 @@ def step_size(command: Command) -> Command:
     """`--batch --tokens --context`, passed as `size: StepSize`."""
 
     @wraps(command)
-    def gathered(*, batch: int, tokens: int, context: int, **rest: Any) -> Any:
+    def gathered(*, batch: int, tokens: int, context: int | None, **rest: Any) -> Any:
         from .workload import StepSize  # it knows the kernels, which serving need not load
 
-        return command(size=StepSize(batch, tokens, context), **rest)
+        return command(size=StepSize(batch, tokens, context or 0), **rest)
 
     return _with(_STEP, gathered)
 

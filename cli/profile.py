@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,13 +9,13 @@ import msgspec
 import numpy as np
 
 from ..runtime.device.base import Device
-from ..runtime.device.cpu import choose_library
-from ..runtime.device.machine import cpu_flags
 from ..runtime.device.open import open_device
 from ..runtime.errors import UserError
 from ..runtime.load import plan_hash, read_plan
 from ..runtime.options import EngineOptions
 from ..runtime.step import ROW, Int32, StepBatch
+from .inspect.layers import without_layer
+from .roofline import Machine, this_machine
 from .workload import StepSize, work
 
 
@@ -42,6 +41,7 @@ class Profile(msgspec.Struct, frozen=True):
     """SHA-256 of the plan's plan.json."""
     isa: str
     threads: int
+    machine: Machine
     size: StepSize
     runs: int
     seconds: float
@@ -56,6 +56,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     Raises UserError if the plan has no bucket for such a step, or the memory does not suffice.
     """
     plan = read_plan(directory)
+    size = size.of(plan)
     program = size.bucket(plan).launches
     device = open_device(directory, plan, options)
     try:
@@ -72,8 +73,9 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     return Profile(
         plan=directory.resolve().name,
         plan_hash=plan_hash(directory),
-        isa=choose_library(plan.libraries, cpu_flags()).isa,
+        isa=device.isa,
         threads=times.shape[1] - 1,
+        machine=this_machine(),
         size=size,
         runs=runs,
         seconds=sum(each.seconds for each in launches),
@@ -131,11 +133,6 @@ def _slots(table: Int32, positions: Int32, tokens: int, page_tokens: int) -> Int
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def without_layer(name: str) -> str:
-    """The name with `*` for the number of its layer: what is alike in all layers."""
-    return re.sub(r"(?<=[._])\d+", "*", name)
 
 
 def print_profile(result: Profile) -> None:

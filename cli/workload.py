@@ -12,6 +12,8 @@ from ..kernels_templates.render import arguments
 from ..runtime.errors import UserError
 from ..runtime.plan import Arg, Bucket, CacheArg, CacheResource, ConstArg, DimArg, Launch, Plan, WeightArg
 
+CONTEXT = 128
+
 
 class StepSize(msgspec.Struct, frozen=True):
     """A step in which every sequence has as many new tokens, and is sampled once."""
@@ -20,18 +22,24 @@ class StepSize(msgspec.Struct, frozen=True):
     """Sequences."""
     tokens: int = 1
     """New tokens of each."""
-    context: int = 128
-    """Tokens of each, new ones included."""
+    context: int = 0
+    """Tokens of each, new ones included; 0 is about `CONTEXT`, as far as the step and the plan allow."""
 
     @property
     def rows(self) -> int:
         """New tokens in all."""
         return self.batch * self.tokens
 
+    def of(self, plan: Plan) -> StepSize:
+        """The step with its context chosen. Raises UserError if the plan has none so long."""
+        longest = plan.model.max_context
+        context = self.context or max(self.tokens, min(CONTEXT, longest))
+        if not self.tokens <= context <= longest:
+            raise UserError(f"--context must be {self.tokens} to {longest}, not {context}")
+        return StepSize(self.batch, self.tokens, context)
+
     def bucket(self, plan: Plan) -> Bucket:
         """The launch program that runs such a step. Raises UserError if the plan has none."""
-        if not self.tokens <= self.context <= plan.model.max_context:
-            raise UserError(f"--context must be {self.tokens} to {plan.model.max_context}, not {self.context}")
         for bucket in plan.buckets:
             if self.rows <= bucket.max_tokens and self.batch <= min(bucket.max_sequences, bucket.max_rows):
                 return bucket
@@ -48,6 +56,8 @@ class Work(msgspec.Struct, frozen=True):
     bytes: int
     """Weights, activations and cache; results are not counted."""
     flops: int
+    integer: bool = False
+    """Whether operations are on 8-bit codes."""
 
 
 def named_args(plan: Plan, launch: Launch) -> list[tuple[ArgSpec, Arg]]:
@@ -67,9 +77,13 @@ def work(plan: Plan, launch: Launch, size: StepSize) -> Work:
     per_row = {"R": size.batch}.get(_dim(launch), size.rows)
     weights = sum(plan.weights[arg.name].bytes for arg in launch.args if isinstance(arg, WeightArg))
     resident = weights if weights <= launch.bytes else 0  # else rows are looked up
-    total = Work(resident + (launch.bytes - resident) * per_row, launch.flops * per_row)
     attended = _attention(plan, launch, size)
-    return Work(total.bytes + attended.bytes, total.flops + attended.flops)
+    return Work(
+        resident + (launch.bytes - resident) * per_row + attended.bytes,
+        launch.flops * per_row + attended.flops,
+        integer=plan.kernels[launch.kernel].family == "linear"
+        and any(plan.weights[arg.name].encoding.kind == "affine" for arg in launch.args if isinstance(arg, WeightArg)),
+    )
 
 
 def _dim(launch: Launch) -> str:

@@ -27,6 +27,8 @@ class Device(Protocol):
     """
 
     plan: Plan
+    isa: str
+    """Instruction set of the kernels it runs, e.g. `x86-64-v4`."""
     pages: tuple[int, ...]
     """Pages of each cache group, the trash page (id 0) included."""
     queue_depth: int

@@ -68,7 +68,7 @@ class CpuDevice:
             if options.verify:
                 verify_file(directory, library.file, library.sha256)
             self._library = _open_library(directory / library.file)
-        self.isa = library.isa
+        self.isa: str = library.isa
         self.pages = plan_pages(plan, budget)
         with debug_phase(f"Weights ({_mib(plan.memory.weights)})"):
             self._weights = _load_weights(directory, plan, options.verify)

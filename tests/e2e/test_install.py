@@ -60,6 +60,14 @@ def test_it_serves_a_plan(base_install: Path, smollm2_plan: Path, tmp_path: Path
     assert "Paris" in done.stdout
 
 
+def test_it_writes_the_page_of_a_plan(base_install: Path, smollm2_plan: Path, tmp_path: Path) -> None:
+    command = [str(base_install / "bin/toolkit"), "inspect", str(smollm2_plan), "--html"]
+    subprocess.run(command, cwd=tmp_path, env=_clean_environment(), capture_output=True, check=True)
+    (page,) = tmp_path.iterdir()
+    assert page.name == f"{smollm2_plan.name}.html"
+    assert all(part in page.read_text() for part in ("<title>", ":root {", '"use strict"', '"launches":'))
+
+
 def test_it_answers_over_http(base_install: Path, smollm2_plan: Path) -> None:
     server = start_command([str(base_install / "bin/toolkit")], smollm2_plan, env=_clean_environment())
     try:

@@ -1,4 +1,4 @@
-"""`inspect`, `doctor`, `generate` and `bench kernels`."""
+"""`doctor`, `generate` and `bench kernels`."""
 
 from __future__ import annotations
 
@@ -11,74 +11,16 @@ import numpy as np
 import pytest
 from unit.runtime.engine_harness import make_engine
 from unit.runtime.fake_device import FakeDevice, fake_plan
-from unit.runtime.sample_plan import sample_plan, write_sample_plan
+from unit.runtime.sample_plan import write_sample_plan
 from unit.runtime.server.fakes import ByteTokenizer
 
 from toolkit.cli import doctor, load, main
-from toolkit.cli.inspect import examine, memory_map
 from toolkit.cli.profile import Profile, make_step, read_profile
+from toolkit.cli.roofline import Machine
 from toolkit.cli.workload import StepSize
-from toolkit.runtime.encodings import Q4_0
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.load import plan_hash
-from toolkit.runtime.plan import Buffer, WeightEntry
 from toolkit.runtime.prompt import Prompts
-
-# --- inspect ----------------------------------------------------------------------------------------------------------
-
-
-def test_inspection_follows_the_roofline() -> None:
-    plan = sample_plan(b"library", b"weights", b"{}")
-    bucket = plan.buckets[0]
-    launches = [
-        msgspec.structs.replace(bucket.forward[0], op="linear:layers.0.a", bytes=2_000_000, flops=10),
-        msgspec.structs.replace(bucket.forward[0], op="linear:layers.1.a", bytes=0, flops=4_000_000),
-    ]
-    weight = WeightEntry("weights.safetensors", 64, 5000, (4, 4), Q4_0, "panel16")
-    plan = msgspec.structs.replace(
-        plan,
-        buckets=(msgspec.structs.replace(bucket, forward=tuple(launches)),),
-        weights={**plan.weights, "v": weight},
-    )
-    found = examine(plan, bandwidth=1e9, arithmetic=1e9)
-    assert [(each.seconds, each.bound) for each in found.launches] == [(0.002, "memory"), (0.004, "arithmetic")]
-    assert found.seconds_per_token == pytest.approx(0.006)
-    assert [(each.encoding, each.bytes) for each in found.weights] == [("a4g32", 5000), ("f32", 64)]
-    assert [(each.family, each.launches) for each in found.kernels] == [("embedding", 2)]
-    assert found.kv_bytes_per_token == sum(each.bytes_per_token for each in found.caches) == 256
-
-
-def test_inspect_prints_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sample_plan(tmp_path / "plan")
-    assert main.run(["inspect", str(tmp_path / "plan")]) == 0
-    text = capsys.readouterr().out
-    for shown in (
-        "sample",
-        "10 ops captured, 5 after",
-        "fuse",
-        "embedding:model.embed_tokens",
-        "KV cache",
-        "x86-64-v3",
-    ):
-        assert shown in text
-    assert main.run(["inspect", str(tmp_path / "plan"), "--launches"]) == 0
-    assert "0 embedding:model.embed_tokens" in capsys.readouterr().out
-    assert main.run(["inspect", str(tmp_path / "plan"), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["model"]["name"] == "sample"
-    assert data["bandwidth"] > 1e8
-    assert data["arithmetic"] > 1e8
-    assert main.run(["inspect", str(tmp_path)]) == 2
-    assert "has no plan.json" in capsys.readouterr().err
-
-
-def test_the_memory_map_shows_where_and_when() -> None:
-    buffers = [Buffer("a", 0, 600, 0, 0), Buffer("b", 600, 600, 1, 1)]
-    lines = memory_map(buffers, 1200).splitlines()
-    half = len(lines[0]) // 2
-    assert lines[0] == "█" * half + " " * half
-    assert lines[-1] == " " * half + "█" * half
-
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +108,7 @@ def test_kernels_need_a_plan_and_a_step_it_can_run(tmp_path: Path, capsys: pytes
 
 
 def test_profiles_of_other_plans_are_refused(llama_plan: Path, gemma_plan: Path, tmp_path: Path) -> None:
-    made = Profile("plan", plan_hash(llama_plan), "x86-64-v3", 1, StepSize(), 1, 1e-6, ())
+    made = Profile("plan", plan_hash(llama_plan), "x86-64-v3", 1, Machine(1, 1, 1), StepSize(), 1, 1e-6, ())
     file = tmp_path / "step.json"
     file.write_bytes(msgspec.json.encode(made))
     assert read_profile(file, llama_plan) == made

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -38,7 +39,8 @@ def test_linear_layers_read_weights_once_and_multiply_every_row(llama_plan: Path
         rows = size.batch if launch is linear[-1] else size.batch * size.tokens
         found = work(plan, launch, size)
         assert found.flops == 2 * rows * prod(weight.shape)
-        extras = 4 * weight.shape[0] * rows if plan.kernels[launch.kernel].params["epilogue"] else 0
+        params = plan.kernels[launch.kernel].params
+        extras = 4 * weight.shape[0] * rows * sum(params[f"extra{number}"] == "t" for number in range(1, 5))
         assert found.bytes == weight.bytes + rows * q8_row_bytes(weight.shape[1]) + extras
 
 
@@ -81,4 +83,14 @@ def test_arguments_have_the_catalogs_names(llama_plan: Path) -> None:
 )
 def test_steps_that_no_bucket_runs_are_refused(llama_plan: Path, size: StepSize, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        size.bucket(read_plan(llama_plan))
+        size.of(read_plan(llama_plan)).bucket(read_plan(llama_plan))
+
+
+@pytest.mark.parametrize(
+    ("size", "context"), [(StepSize(), 128), (StepSize(2, 200), 200), (StepSize(1, 1, 7), 7), (StepSize(1, 9), 128)]
+)
+def test_a_context_is_chosen_where_none_is_given(llama_plan: Path, size: StepSize, context: int) -> None:
+    plan = read_plan(llama_plan)
+    assert size.of(plan) == StepSize(size.batch, size.tokens, context)
+    short = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, max_context=50))
+    assert StepSize().of(short).context == 50

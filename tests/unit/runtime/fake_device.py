@@ -66,6 +66,7 @@ def fake_plan(
 class FakeDevice:
     """See the module."""
 
+    isa = "none"
     queue_depth = 1
 
     def __init__(self, plan: Plan, pages: int) -> None:
