@@ -42,6 +42,15 @@ ENCODINGS = {
         encodings.Q4_K,
         encodings.Q5_K,
         encodings.Q6_K,
+        encodings.Q2_K,
+        encodings.Q3_K,
+        encodings.IQ4_NL,
+        encodings.IQ4_XS,
+        Encoding("affine", bits=4, group=64, zero=8),
+        Encoding("affine", bits=4, group=128, zero=8),
+        Encoding("affine", bits=4, group=128, has_minimum=True),
+        Encoding("affine", bits=4, group=128, scale="float32", has_minimum=True),
+        Encoding("affine", bits=8, group=128),
     )
 }
 SHAPES = ((2048, 8192), (8192, 2048), (576, 1536), (1536, 576))
@@ -249,6 +258,8 @@ def main() -> None:
             print(json.dumps(whole_token(runner, model, rows, options.seconds)), flush=True)
         for name in options.encoding:
             for shape in SHAPES:
+                if ENCODINGS[name].kind == "affine" and shape[1] % ENCODINGS[name].unit:
+                    continue
                 print(json.dumps(one_layer(runner, name, rows, shape, options.seconds)), flush=True)
 
 

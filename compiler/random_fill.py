@@ -57,21 +57,26 @@ def _affine(encoding: Encoding) -> RandomFill:
     """Every code is equally likely, or every odd one where zero is between two odd codes; scales and minima are
     constants that center the values.
     """
-    odd = not encoding.has_minimum and encoding.bits < 8
+    odd = encoding.zero > 0
     used: Array = np.arange(odd, 1 << encoding.bits, 1 + odd, dtype=np.uint8)
     if encoding.bits == 8:
         used = used.view(np.int8)
-    codes = np.resize(used, math.lcm(len(used), encoding.group))
-    once = np.ones(len(codes) // encoding.group, np.float32)
-    units = EncodedArray(encoding, codes, once, np.zeros_like(once) if encoding.has_minimum else None).decode()
+    codes = np.resize(used, math.lcm(len(used), encoding.unit))
+    once = np.ones(len(codes) // encoding.unit, np.float32)
+    ones = np.ones(len(codes) // encoding.group, np.int8) if encoding.block else None
+    units = EncodedArray(encoding, codes, once, factors=ones).decode()
     scale = DEVIATION / float(units.std())
     keep, value = np.zeros(1, block_dtype(encoding)), np.zeros(1, block_dtype(encoding))
-    for name in keep.dtype.names or ():
-        if name not in ("scale", "minimum"):
-            keep[name] = 0xFFFFFFFF
-    if odd:
-        keep["codes"], value["codes"] = 0xEEEEEEEE, 0x11111111
     value["scale"] = scale
     if encoding.has_minimum:
         value["minimum"] = -scale * float(units.mean())
+    pieces_keep, pieces_value = keep["pieces"], value["pieces"]
+    for name in pieces_keep.dtype.names or ():
+        if name in ("codes", "high"):
+            pieces_keep[name] = 0xFFFFFFFF
+        else:
+            pieces_value[name] = 1  # factors
+    if odd:  # the lowest bit of every code is set
+        pieces_value["codes"] = 0x55555555 if encoding.bits < 4 else 0x11111111
+        pieces_keep["codes"] = ~pieces_value["codes"]
     return RandomFill(keep.tobytes().hex(), value.tobytes().hex())

@@ -32,6 +32,8 @@ from .weights import Constant, Piece, Recipe
 INLINE = 16
 """Constants of up to this many finite elements are printed in full."""
 AFFINE_FIELDS = ("bits", "group", "zero", "scale", "has_minimum")
+BLOCK_FIELDS = ("block", "levels")
+"""Printed after those unless both have their defaults."""
 CACHE_FIELDS = ("layer", "heads", "key_dim", "value_dim", "window")
 
 
@@ -95,7 +97,8 @@ def _encoding(encoding: Encoding | None) -> str:
         return ""
     if encoding.kind != "affine":
         return f" as {encoding.kind}"
-    return f" as affine({', '.join(_attr(getattr(encoding, name)) for name in AFFINE_FIELDS)})"
+    names = AFFINE_FIELDS + (BLOCK_FIELDS if encoding.block or encoding.levels else ())
+    return f" as affine({', '.join(_attr(getattr(encoding, name)) for name in names)})"
 
 
 def _fits(array: Array) -> bool:
@@ -352,6 +355,9 @@ class _Parser:
         fields: dict[str, object] = {"kind": reader.next()}
         if reader.take("("):
             for name in AFFINE_FIELDS:
+                fields[name] = reader.attr()
+                more = reader.take(",")
+            for name in BLOCK_FIELDS if more else ():
                 fields[name] = reader.attr()
                 reader.take(",")
             reader.next(")")

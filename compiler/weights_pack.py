@@ -120,8 +120,8 @@ def read_chunks(param: Param, source: TensorSource, losses: Losses | None = None
             ready = sum(part.shape[0] for part in parts)
             if ready >= rows:
                 whole, full = _join(parts), ready // PANEL * PANEL
-                yield _rows(whole, 0, full)
-                parts = [_rows(whole, full, ready)] if full < ready else []
+                yield whole.rows(0, full)
+                parts = [whole.rows(full, ready)] if full < ready else []
     if parts:
         yield _join(parts)
 
@@ -135,7 +135,7 @@ def _read_piece(
         turned = np.ascontiguousarray(_checked(tensor, 0, tensor.shape[0]).decode().T)
         whole = EncodedArray(FLOAT32, turned[slice(piece.start, piece.stop)])
         for start in range(0, whole.shape[0], rows):
-            yield _encoded(_rows(whole, start, start + rows), encoding, tensor, losses)
+            yield _encoded(whole.rows(start, start + rows), encoding, tensor, losses)
         return
     start, stop, _ = slice(piece.start, piece.stop).indices(tensor.shape[0])
     for at in range(start, stop, rows):
@@ -180,23 +180,21 @@ def _is_finite(numbers: Array) -> npt.NDArray[np.bool_]:
     return finite
 
 
-def _rows(array: EncodedArray, start: int, stop: int) -> EncodedArray:
-    scale = None if array.scale is None else array.scale[start:stop]
-    minimum = None if array.minimum is None else array.minimum[start:stop]
-    return EncodedArray(array.encoding, array.data[start:stop], scale, minimum)
-
-
 def _join(parts: Sequence[EncodedArray]) -> EncodedArray:
     if len(parts) == 1:
         return parts[0]
-    data = np.concatenate([part.data for part in parts])
-    scales = [part.scale for part in parts if part.scale is not None]
-    minima = [part.minimum for part in parts if part.minimum is not None]
+
+    def joined(arrays: Sequence[Array | None]) -> Array | None:
+        found = [array for array in arrays if array is not None]
+        return np.concatenate(found) if found else None
+
     return EncodedArray(
         parts[0].encoding,
-        data,
-        np.concatenate(scales) if scales else None,
-        np.concatenate(minima) if minima else None,
+        np.concatenate([part.data for part in parts]),
+        joined([part.scale for part in parts]),
+        joined([part.minimum for part in parts]),
+        joined([part.factors for part in parts]),
+        joined([part.minimum_factors for part in parts]),
     )
 
 

@@ -5,11 +5,12 @@
 `panel16`  A matrix [N, K] as panels of 16 rows; N is padded with zeros to whole panels.
            float32, float16: per panel, per column: 16 numbers.
            bfloat16: per panel, per pair of columns: 16 pairs; an odd K is padded with a zero column.
-           affine: per panel, per 32 columns one block: codes, scales, minima (`block_dtype`). Codes come in words of
-           4 columns of a row, so that one broadcast of 4 activations meets 16 rows; word j of a row has columns
-           4j..4j+3. 4 bits: byte = word j in the low nibble, word j + 4 in the high one. 5 and 6 bits: nibbles as for
-           4 bits, and a plane of high bits: bit j of the byte is word j's (5 bits), or bits 2i and 2i+1 of half h are
-           those of word 4h + i (6 bits). 8 bits: bytes. Groups above 32 columns repeat their scale in each block.
+           affine: per panel, per unit of columns (at least 32) one block (`block_dtype`): scales and minima, then by
+           pieces of 32 columns factors and codes. Codes come in words of 4 columns of a row, so that one broadcast
+           of 4 activations meets 16 rows; word j of a piece has columns 4j..4j+3. 8 bits: bytes. 4 bits: byte =
+           word j in the low nibble, word j + 4 in the high one. Less than 4 bits and what is above them lie in planes
+           of 1 or 2 bits: bit j of a byte is word j's, or bits 2i and 2i+1 in half h are those of word 4h + i. So 2 is
+           a plane of 2, 3 adds one of 1 above it, and 5 and 6 add one of 1 or 2 to the nibbles.
 
 `q8`       Rows of activations, quantized for products with affine weights: K int8 codes, then K/32 float32 scales, then
            K/32 float32 sums (scale times the sum of the group's codes), padded to a multiple of 64 bytes.
@@ -22,17 +23,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
-from ..runtime.encodings import Array, EncodedArray, Encoding
+from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, LEVELS, Array, EncodedArray, Encoding
 from ..runtime.errors import InternalError
 
 Layout = Literal["rows", "panel16"]
 PANEL = 16
 """Rows of a panel."""
+PIECE = 32
+"""Columns whose codes share words, and whose activations share a scale."""
 
 Words = npt.NDArray[np.uint32]
 _CHUNK = 1 << 18
@@ -40,10 +46,29 @@ _CHUNK = 1 << 18
 _FLOATS: dict[str, npt.DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
+@cache
+def _panel_encodings() -> dict[str, Encoding]:
+    """The encodings that `panel16` can hold, by name. The zero is that of the name: kernels know no other."""
+    affine: list[Encoding] = []
+    for bits, minimum in product((2, 3, 4, 5, 6, 8), (False, True)):
+        usual = Encoding("affine", bits, zero=0 if minimum or bits == 8 else 1 << (bits - 1), has_minimum=minimum)
+        affine += [replace(usual, group=group) for group in (16, 32, 64, 128)]
+        affine += [replace(usual, group=group, block=256) for group in (16, 32)]
+    for levels in LEVELS:
+        usual = replace(Encoding("affine", 4), levels=levels)
+        affine += [replace(usual, group=16), replace(usual, group=32), replace(usual, group=32, block=256)]
+    wide = [replace(encoding, scale="float32") for encoding in affine]
+    return {encoding.name: encoding for encoding in (FLOAT32, FLOAT16, BFLOAT16, *affine, *wide)}
+
+
 def panel_encodings() -> tuple[str, ...]:
     """Names of the encodings that `panel16` can hold."""
-    affine = [f"a{b}g{g}{m}{w}" for b in (4, 5, 6, 8) for g in (16, 32, 64, 128) for m in ("", "m") for w in ("", "w")]
-    return ("f32", "f16", "bf16", *affine)
+    return tuple(_panel_encodings())
+
+
+def panel_encoding(name: str) -> Encoding:
+    """The encoding with one of these names."""
+    return _panel_encodings()[name]
 
 
 def layout_bytes(layout: Layout, encoding: Encoding, shape: Sequence[int]) -> int:
@@ -79,20 +104,18 @@ def unpack(layout: Layout, encoding: Encoding, shape: Sequence[int], data: npt.N
 
 
 def _check(layout: Layout, encoding: Encoding, shape: tuple[int, ...]) -> None:
-    known = len(shape) == 2 and encoding.name in panel_encodings()
-    fits = encoding.kind != "affine" if layout == "rows" else known
-    if encoding.kind == "affine":
-        # The kernels know the zero from the encoding's name.
-        usual = 0 if encoding.bits == 8 or encoding.has_minimum else 1 << (encoding.bits - 1)
-        whole = shape[-1] % max(encoding.group, 32) == 0
-        fits = fits and encoding.zero == usual and encoding.scale != "bfloat16" and whole
+    if layout == "rows":
+        fits = encoding.kind != "affine"
+    else:
+        fits = len(shape) == 2 and _panel_encodings().get(encoding.name) == encoding
+        fits = fits and (encoding.kind != "affine" or shape[1] % block_columns(encoding) == 0)
     if not fits:
         raise InternalError(f"layout {layout} cannot hold {encoding} of shape {shape}")
 
 
 def _panel_bytes(encoding: Encoding, columns: int) -> int:
     if encoding.kind == "affine":
-        return columns // 32 * block_dtype(encoding).itemsize
+        return columns // block_columns(encoding) * block_dtype(encoding).itemsize
     if encoding.kind == "bfloat16":
         columns += columns % 2
     return columns * PANEL * np.dtype(_FLOATS[encoding.kind]).itemsize
@@ -125,65 +148,110 @@ def _unpack_floats(encoding: Encoding, rows: int, columns: int, data: npt.NDArra
 # --- affine -----------------------------------------------------------------------------------------------------------
 
 
+def block_columns(encoding: Encoding) -> int:
+    """Columns of a block."""
+    return max(encoding.unit, PIECE)
+
+
+def block_offsets(encoding: Encoding) -> dict[str, int]:
+    """Where each field begins in a block or in its piece, and the `bytes` of a block and of a `piece`."""
+    block, piece = block_dtype(encoding), _piece_dtype(encoding)
+    assert block.fields is not None
+    assert piece.fields is not None
+    fields = {**block.fields, **piece.fields}
+    return {name: field[1] for name, field in fields.items()} | {"bytes": block.itemsize, "piece": piece.itemsize}
+
+
 def block_dtype(encoding: Encoding) -> np.dtype[Any]:
-    """The block of 16 rows by 32 columns: `codes`, `high` bits, `scale`, `minimum`, as far as the encoding has them."""
-    words = 8 if encoding.bits == 8 else 4
-    scales = (1 if encoding.group >= 32 else 2, PANEL)
-    scale = "<f4" if encoding.scale == "float32" else "<f2"
-    fields: list[tuple[str, str, tuple[int, int]]] = [("codes", "<u4", (words, PANEL))]
-    if encoding.bits in (5, 6):
-        fields.append(("high", "<u4", (encoding.bits - 4, PANEL)))
-    fields.append(("scale", scale, scales))
-    if encoding.has_minimum:
-        fields.append(("minimum", scale, scales))
-    return np.dtype(fields)
+    """The block of 16 rows, in the order in which kernels read it, so that memory delivers one stream: `scale` and
+    `minimum`, then `pieces` of 32 columns."""
+    columns = block_columns(encoding)
+    scales = ("<f4" if encoding.scale == "float32" else "<f2", (columns // encoding.unit, PANEL))
+    minima = [("minimum", *scales)] if encoding.has_minimum else []
+    return np.dtype([("scale", *scales), *minima, ("pieces", _piece_dtype(encoding), (columns // PIECE,))])
+
+
+def _piece_dtype(encoding: Encoding) -> np.dtype[Any]:
+    """`factors`, `minimum_factors` and `high` bits, as far as the encoding has them, and `codes`."""
+    fields: list[tuple[str, str, tuple[int, ...]]] = []
+    if encoding.block:
+        fields.append(("factors", "i1", (PIECE // encoding.group, PANEL)))
+    if encoding.block and encoding.has_minimum:
+        fields.append(("minimum_factors", "u1", (PIECE // encoding.group, PANEL)))
+    if encoding.bits in _HIGH:
+        fields.append(("high", "<u4", (_HIGH[encoding.bits], PANEL)))
+    return np.dtype([*fields, ("codes", "<u4", (_WORDS[encoding.bits], PANEL))])
+
+
+_WORDS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+"""By bits: vectors of 16 words that hold the lower bits of a piece (2, 4 or 8 of them a code)."""
+_HIGH = {3: 1, 5: 1, 6: 2}
+"""By bits: how many of them are in planes above the lower ones, which is also how many vectors those take."""
 
 
 def _pack_affine(array: EncodedArray) -> npt.NDArray[np.uint8]:
     encoding, columns = array.encoding, array.shape[1]
-    assert array.scale is not None
-    codes = np.ascontiguousarray(_pad_rows(array.data)).view(np.uint32).reshape(-1, PANEL, columns // 32, 8)
-    blocks = np.empty((len(codes), columns // 32), block_dtype(encoding))
+    codes = np.ascontiguousarray(_pad_rows(array.data)).view(np.uint32).reshape(-1, PANEL, columns // PIECE, 8)
+    blocks = np.empty((len(codes), columns // block_columns(encoding)), block_dtype(encoding))
     step = max(_CHUNK // codes[0].nbytes, 1)
     for start in range(0, len(codes), step):
-        _pack_codes(codes[start : start + step], encoding.bits, blocks[start : start + step])
-    blocks["scale"] = _pack_scales(array.scale, encoding.group)
-    if encoding.has_minimum:
-        assert array.minimum is not None
-        blocks["minimum"] = _pack_scales(array.minimum, encoding.group)
+        _pack_codes(codes[start : start + step], encoding.bits, blocks["pieces"][start : start + step])
+    for name, field in _numbers(blocks).items():
+        field[...] = np.moveaxis(_pad_rows(getattr(array, name)).reshape(-1, PANEL, *field.shape[1:-1]), 1, -1)
     return blocks.reshape(-1).view(np.uint8)
 
 
-def _pack_codes(codes: Words, bits: int, blocks: npt.NDArray[Any]) -> None:
-    """Codes [panels, 16, groups, 8 words] into the code fields of blocks [panels, groups]."""
-    order = (0, 2, 3, 1)
+def _numbers(blocks: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    """The fields that are arrays of an `EncodedArray` too, [panels, blocks, .., 16]."""
+    pieces = blocks["pieces"]
+    found = {name: blocks[name] for name in ("scale", "minimum") if name in (blocks.dtype.names or ())}
+    return found | {name: pieces[name] for name in ("factors", "minimum_factors") if name in (pieces.dtype.names or ())}
+
+
+def _pack_codes(codes: Words, bits: int, pieces: npt.NDArray[Any]) -> None:
+    """Codes [panels, 16, columns / 32, 8 words] into pieces [panels, blocks, pieces of a block]."""
+
+    def put(name: str, words: Words) -> None:
+        pieces[name] = words.transpose(0, 2, 3, 1).reshape(pieces[name].shape)
+
     if bits == 8:
-        blocks["codes"] = codes.transpose(order)
-        return
-    nibbles = codes & 0x0F0F0F0F if bits > 4 else codes
-    blocks["codes"] = (nibbles[..., :4] | nibbles[..., 4:] << 4).transpose(order)
-    if bits > 4:
-        blocks["high"] = _high_bits(codes, bits - 4).transpose(order)
+        put("codes", codes)
+    elif bits < 4:
+        put("codes", _to_planes(codes, 2))
+    else:
+        nibbles: Words = codes & np.uint32(0x0F0F0F0F) if bits > 4 else codes
+        put("codes", nibbles[..., :4] | nibbles[..., 4:] << np.uint32(4))
+    if bits in _HIGH:
+        put("high", _to_planes(codes >> np.uint32(bits - _HIGH[bits]), _HIGH[bits]))
 
 
 def _unpack_affine(encoding: Encoding, rows: int, columns: int, data: npt.NDArray[np.uint8]) -> EncodedArray:
-    blocks = data.view(block_dtype(encoding)).reshape(-(-rows // PANEL), columns // 32)
-    stored: Words = blocks["codes"]
-    words = stored if encoding.bits == 8 else np.concatenate((stored & 0x0F0F0F0F, stored >> 4 & 0x0F0F0F0F), axis=2)
-    if encoding.bits in (5, 6):
-        width = encoding.bits - 4
-        shifts = np.arange(0, 8, width, dtype=np.uint32)[:, None]
-        planes: Words = blocks["high"][:, :, :, None, :] >> shifts & (0x01010101 * (2**width - 1))
-        words = words | planes.reshape(words.shape) << 4
-    codes = np.ascontiguousarray(words.transpose(0, 3, 1, 2)).reshape(-1, columns // 4)[:rows]
-    minimum = _unpack_scales(blocks["minimum"], encoding.group, rows) if encoding.has_minimum else None
-    scale = _unpack_scales(blocks["scale"], encoding.group, rows)
-    return EncodedArray(encoding, codes.view(np.int8 if encoding.bits == 8 else np.uint8), scale, minimum)
+    panels, bits = -(-rows // PANEL), encoding.bits
+    blocks = data.view(block_dtype(encoding)).reshape(panels, columns // block_columns(encoding))
+
+    def words(name: str) -> Words:
+        """[panels, 16, pieces, words]"""
+        field: Words = blocks["pieces"][name]
+        return field.reshape(panels, columns // PIECE, -1, PANEL).transpose(0, 3, 1, 2)
+
+    codes = words("codes")
+    if bits < 4:
+        codes = _from_planes(codes, 2)
+    elif bits < 8:
+        codes = np.concatenate((codes & 0x0F0F0F0F, codes >> 4 & 0x0F0F0F0F), axis=3)
+    if bits in _HIGH:
+        codes = codes | _from_planes(words("high"), _HIGH[bits]) << np.uint32(bits - _HIGH[bits])
+    matrix = np.ascontiguousarray(codes).reshape(-1, columns // 4)[:rows]
+    numbers: dict[str, Array] = {
+        name: np.ascontiguousarray(np.moveaxis(field, -1, 1)).reshape(panels * PANEL, -1)[:rows]
+        for name, field in _numbers(blocks).items()
+    }
+    return EncodedArray(encoding, matrix.view(np.int8 if bits == 8 else np.uint8), **numbers)
 
 
-def _high_bits(codes: Words, width: int) -> Words:
-    """The `width` bits above the nibbles, 8 / width words to a byte: [.., 8 words] -> [.., width]."""
-    bits = codes >> 4 & 0x01010101 * (2**width - 1)
+def _to_planes(words: Words, width: int) -> Words:
+    """The lowest `width` bits of every byte, 8 / width words to a byte: [.., 8 words] -> [.., width]."""
+    bits = words & 0x01010101 * (2**width - 1)
     planes = bits.reshape(*bits.shape[:-1], width, -1)
     shift = width
     while planes.shape[-1] > 1:
@@ -193,18 +261,11 @@ def _high_bits(codes: Words, width: int) -> Words:
     return first
 
 
-def _pack_scales(scales: Array, group: int) -> Array:
-    """[N, K / group] -> [panels, blocks, 1 or 2, 16]."""
-    if group > 32:
-        scales = np.repeat(scales, group // 32, axis=1)
-    each = 2 if group == 16 else 1
-    padded = _pad_rows(scales)
-    return padded.reshape(-1, PANEL, padded.shape[1] // each, each).transpose(0, 2, 3, 1)
-
-
-def _unpack_scales(scales: Array, group: int, rows: int) -> Array:
-    matrix = scales.transpose(0, 3, 1, 2).reshape(scales.shape[0] * PANEL, -1)
-    return np.ascontiguousarray(matrix[:rows, :: max(group // 32, 1)])
+def _from_planes(planes: Words, width: int) -> Words:
+    """The words of planes: [.., width] -> [.., 8 words]."""
+    shifts = np.arange(0, 8, width, dtype=np.uint32)
+    words: Words = planes[..., None] >> shifts & np.uint32(0x01010101 * (2**width - 1))
+    return words.reshape(*planes.shape[:-1], 8)
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import jinja2
 
+from ..runtime.encodings import LEVELS
 from ..runtime.plan import IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .expression import to_cpp
+from .packing import block_columns, block_offsets, panel_encoding
 from .registry import FAMILIES
 
 
@@ -23,7 +25,13 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["to_cpp"] = to_cpp
+    environment.filters |= {
+        "to_cpp": to_cpp,
+        "panel_encoding": panel_encoding,
+        "block_columns": block_columns,
+        "block_offsets": block_offsets,
+    }
+    environment.globals["levels"] = LEVELS
     environment.globals["max_top"] = MAX_TOP
     return environment
 

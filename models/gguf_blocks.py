@@ -1,7 +1,8 @@
 """GGUF block types, unpacked exactly: every code, scale and minimum as the file means it, and no rounding.
 
 A row of a quantized tensor is a sequence of blocks of `size` values in `bytes` bytes. Each type below turns the blocks
-of some rows, uint8 [n, bytes], into codes [n, size], scales [n, size / group] and minima of the same shape.
+of some rows, uint8 [n, bytes], into codes [n, size], scales and minima [n, size / unit], and factors of the scales and
+of the minima [n, size / group].
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from ..runtime.encodings import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    IQ4_NL,
+    IQ4_XS,
+    Q2_K,
+    Q3_K,
     Q4_0,
     Q4_1,
     Q4_K,
@@ -31,18 +36,14 @@ from ..runtime.encodings import (
 )
 
 Bytes = npt.NDArray[np.uint8]
-Parts = tuple[Array, Array, Array | None]
-"""Codes, scales, minima."""
+Parts = tuple[Array, *tuple[Array | None, ...]]
+"""Codes, scales, minima, factors, factors of minima: as many of them as the type has."""
 
-Q2_K = Encoding("affine", bits=4, group=16, scale="float32", has_minimum=True)
-Q3_K = Encoding("affine", bits=4, group=16, zero=8, scale="float32")
-TERNARY = Encoding("affine", bits=4, group=128, zero=8)
+TERNARY = Encoding("affine", bits=3, group=128, zero=4)
+MXFP4 = Encoding("affine", bits=4, group=32, scale="float32", levels="e2m1")
+NVFP4 = Encoding("affine", bits=4, group=16, levels="e2m1")
 WIDE8 = Encoding("affine", bits=8, group=32, scale="float32")
 WIDE8_16 = Encoding("affine", bits=8, group=16, scale="float32")
-
-# Fixed non-linear levels, so that their exact affine form has 8-bit codes: IQ4's 16, and twice the numbers of FP4.
-_IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-_FP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,12 @@ class BlockType:
         blocks = np.ascontiguousarray(rows).reshape(-1, self.bytes)
         with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale stays NaN, and is refused when packed
             parts = self.unpack(blocks)
-        codes, *scales = parts
-        columns = rows.shape[1] // self.bytes * self.size
-        groups = (len(rows), columns // self.encoding.group)
-        scale, minimum = (None if part is None else part.reshape(groups) for part in scales)
-        return EncodedArray(self.encoding, codes.reshape(len(rows), columns), scale, minimum)
+
+        def by_row(part: Array) -> Array:
+            return part.reshape(len(rows), rows.shape[1] // self.bytes * part.shape[1])
+
+        codes, *numbers = parts
+        return EncodedArray(self.encoding, by_row(codes), *(None if part is None else by_row(part) for part in numbers))
 
 
 def _half(blocks: Bytes, start: int) -> npt.NDArray[np.float16]:
@@ -119,13 +121,12 @@ def _q8_0(blocks: Bytes) -> Parts:
     return np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0), None
 
 
-def _k_scales(blocks: Bytes) -> tuple[Array, Array]:
-    """The 8 scales and minima of a Q4_K or Q5_K block: float16 d and dmin, then 8 + 8 six-bit factors in 12 bytes."""
-    d, dmin = _half(blocks, 0).astype(np.float32), _half(blocks, 2).astype(np.float32)
+def _k_scales(blocks: Bytes) -> tuple[Array, Array, Array, Array]:
+    """The scales and minima of a Q4_K or Q5_K block: float16 d and dmin, then 8 + 8 six-bit factors in 12 bytes."""
     low_scale, low_min, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = np.concatenate([low_scale & 63, (high & 0x0F) | ((low_scale >> 6) << 4)], axis=1)
     minimum = np.concatenate([low_min & 63, (high >> 4) | ((low_min >> 6) << 4)], axis=1)
-    return d * scale.astype(np.float32), -(dmin * minimum.astype(np.float32))
+    return _half(blocks, 0), -_half(blocks, 2), scale.view(np.int8), minimum
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -138,32 +139,30 @@ def _q5_k(blocks: Bytes) -> Parts:
 
 def _q6_k(blocks: Bytes) -> Parts:
     codes = _nibbles(blocks[:, :128], 64) | (_planes(blocks[:, 128:192], 32, 2) << 4)
-    factors = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    return codes, _half(blocks, 208).astype(np.float32) * factors.astype(np.float32), None
+    return codes, _half(blocks, 208), None, np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
 
 
 def _q2_k(blocks: Bytes) -> Parts:
-    factors, d, dmin = blocks[:, :16], _half(blocks, 80).astype(np.float32), _half(blocks, 82).astype(np.float32)
-    scale, minimum = d * (factors & 0x0F).astype(np.float32), -(dmin * (factors >> 4).astype(np.float32))
-    return _planes(blocks[:, 16:80], 32, 2), scale, minimum
+    factors = blocks[:, :16]
+    codes = _planes(blocks[:, 16:80], 32, 2)
+    return codes, _half(blocks, 80), -_half(blocks, 82), (factors & 0x0F).view(np.int8), factors >> 4
 
 
 def _q3_k(blocks: Bytes) -> Parts:
-    codes = (_planes(blocks[:, 32:96], 32, 2) | (_planes(blocks[:, :32], 32, 1) << 2)) + np.uint8(4)
+    codes = _planes(blocks[:, 32:96], 32, 2) | (_planes(blocks[:, :32], 32, 1) << 2)
     factors = _nibbles(blocks[:, 96:104], 8) | (_planes(blocks[:, 104:108], 4, 2) << 4)
-    scale = _half(blocks, 108).astype(np.float32) * (factors.astype(np.float32) - np.float32(32))
-    return codes, scale, None
+    return codes, _half(blocks, 108), None, factors.view(np.int8) - np.int8(32)
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return _IQ4_LEVELS[_nibbles(blocks[:, 2:], 16)], _half(blocks, 0), None
+    return _nibbles(blocks[:, 2:], 16), _half(blocks, 0)
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)
     low = (blocks[:, 4:8, None] >> np.array([0, 4], np.uint8)) & 0x0F
-    factors = low.reshape(len(blocks), 8).astype(np.float32) + ((high & 3) << 4).astype(np.float32) - np.float32(32)
-    return _IQ4_LEVELS[_nibbles(blocks[:, 8:], 16)], _half(blocks, 0).astype(np.float32) * factors, None
+    factors = (low.reshape(len(blocks), 8) | ((high & 3) << 4).astype(np.uint8)).view(np.int8) - np.int8(32)
+    return _nibbles(blocks[:, 8:], 16), _half(blocks, 0), None, factors
 
 
 # --- codebooks: each code of the file names a vector of 4 or 8 levels -------------------------------------------------
@@ -263,7 +262,7 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 def _ternary(codes: Bytes, blocks: Bytes) -> Parts:
     """Codes 0, 1, 2 mean -1, 0, 1; the block's scale is its last float16."""
-    return codes + np.uint8(7), np.repeat(_half(blocks, blocks.shape[1] - 2), 2, axis=1), None
+    return codes + np.uint8(3), np.repeat(_half(blocks, blocks.shape[1] - 2), 2, axis=1), None
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
@@ -284,11 +283,11 @@ def _tq2_0(blocks: Bytes) -> Parts:
 def _mxfp4(blocks: Bytes) -> Parts:
     exponent = blocks[:, :1].astype(np.uint32)
     half = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - 1) << 23)  # 2 ** (exponent - 128)
-    return _FP4_LEVELS[_nibbles(blocks[:, 1:], 16)], half.view(np.float32), None
+    return _nibbles(blocks[:, 1:], 16), half.view(np.float32)
 
 
 def _nvfp4(blocks: Bytes) -> Parts:
-    return _FP4_LEVELS[_nibbles(blocks[:, 4:], 8)], _unsigned_e4m3()[blocks[:, :4]] * np.float32(0.5), None
+    return _nibbles(blocks[:, 4:], 8), (_unsigned_e4m3()[blocks[:, :4]] * np.float32(0.5)).astype(np.float16)
 
 
 @cache
@@ -318,15 +317,15 @@ BLOCKS: dict[int, BlockType] = {
     17: BlockType("IQ2_XS", WIDE8_16, 256, 74, _iq2_xs),
     18: BlockType("IQ3_XXS", WIDE8, 256, 98, _iq3_xxs),
     19: BlockType("IQ1_S", WIDE8, 256, 50, _iq1_s),
-    20: BlockType("IQ4_NL", Q8_0, 32, 18, _iq4_nl),
+    20: BlockType("IQ4_NL", IQ4_NL, 32, 18, _iq4_nl),
     21: BlockType("IQ3_S", WIDE8, 256, 110, _iq3_s),
     22: BlockType("IQ2_S", WIDE8_16, 256, 82, _iq2_s),
-    23: BlockType("IQ4_XS", WIDE8, 256, 136, _iq4_xs),
+    23: BlockType("IQ4_XS", IQ4_XS, 256, 136, _iq4_xs),
     29: BlockType("IQ1_M", WIDE8_16, 256, 56, _iq1_m),
     30: BlockType("BF16", BFLOAT16, 1, 2),
     34: BlockType("TQ1_0", TERNARY, 256, 54, _tq1_0),
     35: BlockType("TQ2_0", TERNARY, 256, 66, _tq2_0),
-    39: BlockType("MXFP4", WIDE8, 32, 17, _mxfp4),
-    40: BlockType("NVFP4", WIDE8_16, 64, 36, _nvfp4),
+    39: BlockType("MXFP4", MXFP4, 32, 17, _mxfp4),
+    40: BlockType("NVFP4", NVFP4, 64, 36, _nvfp4),
 }
 """Block types by their number in the file."""

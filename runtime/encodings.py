@@ -5,12 +5,17 @@ keep exactly: along the last axis each group of `group` columns shares a scale a
 
     value = scale * (code - zero) + minimum          (minimum is 0 where `has_minimum` is False)
 
-Q4_0 is (bits 4, group 32, zero 8); Q4_1 adds a minimum; Q5_0 is (5, 32, 16); Q8_0 is (8, 32, 0) with signed codes;
-Q4_K is (4, 32, 0) with float32 scale d*sc and float32 minimum -dmin*m; Q6_K is (6, 16, 32) with float32 scales.
+Q4_0 is (bits 4, group 32, zero 8); Q4_1 adds a minimum; Q5_0 is (5, 32, 16); Q8_0 is (8, 32, 0) with signed codes.
+
+A *block* of several groups may share one scale and minimum, which each group multiplies by small integers of its own
+(its *factors*): the K types of GGUF. Q4_K is (4, 32, 0) in blocks of 256, Q6_K (6, 16, 32).
+
+The codes of a few types are numbers of fixed `levels`, which then take the place of `code` in the formula.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
@@ -33,7 +38,7 @@ class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: Literal["float32", "float16", "bfloat16", "affine"]
     bits: int = 0
-    """Affine only: width of a code, 4, 5, 6 or 8."""
+    """Affine only: width of a code, 2 to 6 or 8."""
     group: int = 0
     """Affine only: columns that share a scale, 16 or a multiple of 32."""
     zero: int = 0
@@ -41,14 +46,23 @@ class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: FloatName = "float16"
     """Affine only: dtype of scales and minima."""
     has_minimum: bool = False
+    block: int = 0
+    """Affine only: columns that share a scale and minimum, with factors for each group; 0 is one group, without."""
+    levels: Literal["", "iq4", "e2m1"] = ""
+    """Affine only: the `LEVELS` that codes number; "" is the codes themselves."""
 
     @property
     def name(self) -> str:
         """A short name fit for file names and reports, e.g. `bf16` or `a4g32m`."""
         if self.kind != "affine":
             return {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[self.kind]
-        wide = "w" if self.scale == "float32" else ""
-        return f"a{self.bits}g{self.group}{'m' if self.has_minimum else ''}{wide}"
+        flags = (("m", self.has_minimum), ("w", self.scale == "float32"), ("k", self.block > 0))
+        return f"{self.levels or f'a{self.bits}'}g{self.group}{''.join(flag for flag, is_set in flags if is_set)}"
+
+    @property
+    def unit(self) -> int:
+        """Affine only: columns whose codes, scales and factors belong together: whole units make a row."""
+        return max(self.group, self.block)
 
 
 FLOAT32 = Encoding("float32")
@@ -59,28 +73,50 @@ Q4_1 = Encoding("affine", bits=4, group=32, has_minimum=True)
 Q5_0 = Encoding("affine", bits=5, group=32, zero=16)
 Q5_1 = Encoding("affine", bits=5, group=32, has_minimum=True)
 Q8_0 = Encoding("affine", bits=8, group=32)
-Q4_K = Encoding("affine", bits=4, group=32, scale="float32", has_minimum=True)
-Q5_K = Encoding("affine", bits=5, group=32, scale="float32", has_minimum=True)
-Q6_K = Encoding("affine", bits=6, group=16, zero=32, scale="float32")
+Q2_K = Encoding("affine", bits=2, group=16, has_minimum=True, block=256)
+Q3_K = Encoding("affine", bits=3, group=16, zero=4, block=256)
+Q4_K = Encoding("affine", bits=4, group=32, has_minimum=True, block=256)
+Q5_K = Encoding("affine", bits=5, group=32, has_minimum=True, block=256)
+Q6_K = Encoding("affine", bits=6, group=16, zero=32, block=256)
+IQ4_NL = Encoding("affine", bits=4, group=32, levels="iq4")
+IQ4_XS = Encoding("affine", bits=4, group=32, block=256, levels="iq4")
 INT8 = Q8_0
 INT4 = Q4_0
+
+LEVELS: Mapping[str, tuple[int, ...]] = {
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+"""int8 levels of 4-bit codes: those of GGUF's IQ4 types, and the 4-bit floats of MXFP4 and NVFP4 times 2."""
 
 
 class EncodedArray(msgspec.Struct, frozen=True):
     """A tensor in one encoding, unpacked: the neutral form between readers, quantizer, packers and references.
 
     Floats: `data` holds the values (bfloat16 as uint16 bit patterns). Affine: `data` holds one code a byte, uint8
-    (int8 for 8 bits), shape [..., K]; `scale` and `minimum` have shape [..., K / group] and dtype float16 or float32.
+    (int8 for 8 bits), shape [..., K]; `scale` and `minimum` have shape [..., K / unit] and dtype float16 or float32;
+    with blocks, `factors` and `minimum_factors` have shape [..., K / group] and dtype int8 and uint8.
     """
 
     encoding: Encoding
     data: Array
     scale: Array | None = None
     minimum: Array | None = None
+    factors: Array | None = None
+    minimum_factors: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.data.shape
+
+    def rows(self, start: int, stop: int) -> EncodedArray:
+        """Rows `start:stop` of the first axis."""
+
+        def cut(part: Array | None) -> Array | None:
+            return None if part is None else part[start:stop]
+
+        floats, factors = (cut(self.scale), cut(self.minimum)), (cut(self.factors), cut(self.minimum_factors))
+        return EncodedArray(self.encoding, self.data[start:stop], *floats, *factors)
 
     def decode(self) -> npt.NDArray[np.float32]:
         """The values as float32."""
@@ -92,8 +128,19 @@ class EncodedArray(msgspec.Struct, frozen=True):
         if enc.kind != "affine":
             return self.data.astype(np.float32)
         assert self.scale is not None
-        groups = self.data.reshape(*self.data.shape[:-1], -1, enc.group).astype(np.float32) - np.float32(enc.zero)
-        values = groups * self.scale.astype(np.float32)[..., None]
+        codes = self.data if not enc.levels else np.array(LEVELS[enc.levels], np.int8)[self.data]
+        groups = codes.reshape(*codes.shape[:-1], -1, enc.group).astype(np.float32) - np.float32(enc.zero)
+        values = groups * _of_groups(enc, self.scale, self.factors)
         if self.minimum is not None:
-            values = values + self.minimum.astype(np.float32)[..., None]
+            values = values + _of_groups(enc, self.minimum, self.minimum_factors)
         return values.reshape(self.data.shape)
+
+
+def _of_groups(encoding: Encoding, floats: Array, factors: Array | None) -> npt.NDArray[np.float32]:
+    """The float32 scales or minima [..., K / group, 1] of groups."""
+    import numpy as np
+
+    wide = floats.astype(np.float32)
+    if factors is not None:
+        wide = np.repeat(wide, encoding.block // encoding.group, axis=-1) * factors.astype(np.float32)
+    return wide[..., None]

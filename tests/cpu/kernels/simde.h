@@ -23,6 +23,8 @@
 EMULATE(cvtepi32_epi16, __m256i, int16_t, __m512i, int32_t, 16, in[i])
 EMULATE(cvtepi32_epi8, __m128i, int8_t, __m512i, int32_t, 16, in[i])
 EMULATE(cvtepi32_ps, __m512, float, __m512i, int32_t, 16, in[i])
+EMULATE(cvtepi8_epi32, __m512i, int32_t, __m128i, int8_t, 16, in[i])
+EMULATE(cvtepu8_epi32, __m512i, int32_t, __m128i, uint8_t, 16, in[i])
 EMULATE(cvtepu16_epi32, __m512i, int32_t, __m256i, uint16_t, 16, in[i])
 EMULATE(cvtpd_ps, __m256, float, __m512d, double, 8, in[i])
 EMULATE(cvtps_epi32, __m512i, int32_t, __m512, float, 16, fabsf(in[i]) < 2147483648.0f ? (int32_t)rintf(in[i]) : INT32_MIN)
@@ -82,6 +84,8 @@ static inline void emulated_mask_storeu_ps(void *p, __mmask16 mask, __m512 x) {
 #define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_cvtepi8_epi32 emulated_cvtepi8_epi32
+#define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvtpd_ps emulated_cvtpd_ps
 #define _mm512_cvtps_epi32 emulated_cvtps_epi32

@@ -4,6 +4,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cpu.kernels.harness import Guarded, Kernel, aligned, assert_q8, isas, load_kernel, random_floats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.expression import evaluate, parse
@@ -23,17 +26,32 @@ GGUF = (
     encodings.Q4_K,
     encodings.Q5_K,
     encodings.Q6_K,
+    encodings.Q2_K,
+    encodings.Q3_K,
+    encodings.IQ4_NL,
+    encodings.IQ4_XS,
 )
 FLOATS = (encodings.FLOAT32, encodings.FLOAT16, encodings.BFLOAT16)
+INT4_64 = Encoding("affine", bits=4, group=64, zero=8)
+INT4_128 = Encoding("affine", bits=4, group=128, has_minimum=True)
+AWQ = Encoding("affine", bits=4, group=128, scale="float32", has_minimum=True)
+MXFP4 = Encoding("affine", bits=4, group=32, scale="float32", levels="e2m1")
 OTHERS = (
+    INT4_64,
+    INT4_128,
+    AWQ,
+    MXFP4,
     Encoding("affine", bits=4, group=16, zero=8),
+    Encoding("affine", bits=5, group=64, zero=16),
     Encoding("affine", bits=6, group=32, has_minimum=True),
     Encoding("affine", bits=8, group=16, scale="float32", has_minimum=True),
+    Encoding("affine", bits=8, group=64),
     Encoding("affine", bits=8, group=128, has_minimum=True),
+    Encoding("affine", bits=3, group=128, zero=4),
 )
-V4 = (encodings.BFLOAT16, encodings.Q4_1, encodings.Q6_K, encodings.Q8_0)
+V4 = (encodings.BFLOAT16, encodings.Q4_1, encodings.Q6_K, encodings.Q8_0, encodings.Q2_K, encodings.IQ4_XS, INT4_128)
 """Each of v4's own code paths; all encodings would take long where v4 is emulated."""
-TABLES = (encodings.Q4_1, encodings.Q5_0, encodings.Q8_0, encodings.Q6_K, OTHERS[2])
+TABLES = (encodings.Q4_1, encodings.Q5_0, encodings.Q8_0, INT4_64, INT4_128, OTHERS[7], MXFP4, *GGUF[5:])
 CASES = [(encoding, isa) for isa in isas() for encoding in (V4 if isa == "x86-64-v4" else (*FLOATS, *GGUF, *OTHERS))]
 
 
@@ -49,9 +67,15 @@ def random_weight(rng: np.random.Generator, encoding: Encoding, rows: int, colum
     if encoding.kind != "affine":
         return EncodedArray(encoding, values.astype(encoding.kind))
     codes = rng.integers(0, 1 << encoding.bits, (rows, columns), np.uint8)
-    scales = rng.standard_normal((2, rows, columns // encoding.group)).astype(encoding.scale)
+    scales = rng.standard_normal((2, rows, columns // encoding.unit)).astype(encoding.scale)
     data = codes.view(np.int8) if encoding.bits == 8 else codes
-    return EncodedArray(encoding, data, scales[0], scales[1] if encoding.has_minimum else None)
+    minimum = scales[1] if encoding.has_minimum else None
+    if not encoding.block:
+        return EncodedArray(encoding, data, scales[0], minimum)
+    factors = rng.integers(-32, 64, (rows, columns // encoding.group), np.int8)
+    return EncodedArray(
+        encoding, data, scales[0], minimum, factors, None if minimum is None else abs(factors).view(np.uint8)
+    )
 
 
 def linear(
@@ -92,7 +116,8 @@ def tolerance(weight: EncodedArray, x: npt.NDArray[np.float64]) -> npt.NDArray[n
     """Of a float32 sum: relative to the magnitudes that were added."""
     size = np.abs(weight.decode().astype(np.float64))
     if weight.minimum is not None:
-        size = size + 2 * np.repeat(np.abs(weight.minimum.astype(np.float64)), weight.encoding.group, axis=1)
+        minima = replace(weight, data=np.zeros_like(weight.data)).decode()
+        size = size + 2 * np.abs(minima.astype(np.float64))
     result: npt.NDArray[np.float64] = 1e-6 * (np.abs(x) @ size.T) + 1e-6
     return result
 
@@ -102,12 +127,32 @@ def tolerance(weight: EncodedArray, x: npt.NDArray[np.float64]) -> npt.NDArray[n
     ("rows", "outputs", "columns"), [(1, 80, 64), (1, 161, 2048), (3, 37, 128), (70, 19, 1152), (17, 5, 96)]
 )
 def test_linear_is_the_product(encoding: Encoding, isa: IsaName, rows: int, outputs: int, columns: int) -> None:
-    columns = -(-columns // max(encoding.group, 1)) * max(encoding.group, 1)
+    columns = -(-columns // max(encoding.unit, 1)) * max(encoding.unit, 1)
     rng = np.random.default_rng(rows)
     x, weight = random_floats(rng, rows, columns), random_weight(rng, encoding, outputs, columns)
     _, exact_x = activations(encoding, x)
     expected = exact_x @ weight.decode().astype(np.float64).T
     got = product(linear(encoding, isa), x, weight, threads=3)
+    assert (np.abs(got - expected) <= tolerance(weight, exact_x)).all()
+
+
+@given(
+    case=st.sampled_from(CASES),
+    shape=st.tuples(st.integers(1, 33), st.integers(1, 70), st.integers(1, 5)),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_linear_of_any_shape(
+    case: tuple[Encoding, IsaName], shape: tuple[int, int, int], threads: int, seed: int
+) -> None:
+    (encoding, isa), (rows, outputs, units) = case, shape
+    rng = np.random.default_rng(seed)
+    columns = units * max(encoding.unit, 32) if encoding.kind == "affine" else 17 * units
+    x, weight = random_floats(rng, rows, columns), random_weight(rng, encoding, outputs, columns)
+    _, exact_x = activations(encoding, x)
+    expected = exact_x @ weight.decode().astype(np.float64).T
+    got = product(linear(encoding, isa), x, weight, threads=threads)
     assert (np.abs(got - expected) <= tolerance(weight, exact_x)).all()
 
 
@@ -124,7 +169,7 @@ def test_float_weights_take_any_number_of_columns(encoding: Encoding, isa: IsaNa
 def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa: IsaName) -> None:
     """Batched equals alone, bit for bit."""
     rng = np.random.default_rng(5)
-    columns = max(1152, encoding.group * 9)
+    columns = max(1152, encoding.unit * 9)
     x, weight = random_floats(rng, 67, columns), random_weight(rng, encoding, 150, columns)
     kernel = linear(encoding, isa)
     whole = product(kernel, x, weight)
@@ -136,13 +181,15 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(encoding: Encoding, isa:
 @pytest.mark.parametrize(("encoding", "isa"), [case for case in CASES if case[0].kind == "affine"], ids=name)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_largest_codes_do_not_overflow(encoding: Encoding, isa: IsaName, rows: int) -> None:
-    columns = max(64, encoding.group)
+    columns = max(64, encoding.unit)
     x = np.ones((rows, columns), np.float32)
     x[:, 1::2] = 1 - 2 * (np.arange(rows, dtype=np.float32)[:, None] % 2)
-    largest = {4: 15, 5: 31, 6: 63, 8: -128}[encoding.bits]
+    largest = 0 if encoding.levels else -128 if encoding.bits == 8 else 2**encoding.bits - 1
     codes = np.full((16, columns), largest, np.int8 if encoding.bits == 8 else np.uint8)
-    one = np.ones((16, columns // encoding.group), encoding.scale)
-    weight = EncodedArray(encoding, codes, one, one if encoding.has_minimum else None)
+    one = np.ones((16, columns // encoding.unit), encoding.scale)
+    most = np.full((16, columns // encoding.group), 127, np.int8)
+    numbers = (one, one if encoding.has_minimum else None, most if encoding.block else None)
+    weight = EncodedArray(encoding, codes, *numbers, most.view(np.uint8) if encoding.name.endswith("mk") else None)
     expected = x.astype(np.float64) @ weight.decode().astype(np.float64).T
     assert np.allclose(product(linear(encoding, isa), x, weight), expected, rtol=1e-6, atol=1e-3)
 
@@ -151,7 +198,7 @@ def test_largest_codes_do_not_overflow(encoding: Encoding, isa: IsaName, rows: i
 @pytest.mark.parametrize("rows", [1, 5])
 def test_nan_reaches_what_depends_on_it_and_nothing_else(encoding: Encoding, rows: int) -> None:
     rng = np.random.default_rng(2)
-    x, weight = random_floats(rng, rows, 128), random_weight(rng, encoding, 40, 128)
+    x, weight = random_floats(rng, rows, 256), random_weight(rng, encoding, 40, 256)
     x[rows - 1, 77] = np.nan
     poisoned = weight.data if weight.scale is None else weight.scale
     poisoned[13, -1] = np.nan
@@ -232,7 +279,7 @@ def test_quantize_keeps_nan_in_its_group(isa: IsaName) -> None:
 )
 def test_embedding_reads_rows(encoding: Encoding, layout: Layout) -> None:
     rng = np.random.default_rng(4)
-    count, width, tokens = 37, 128 if encoding.kind == "affine" else 33, 23
+    count, width, tokens = 37, 512 if encoding.kind == "affine" else 33, 23
     table = random_weight(rng, encoding, count, width)
     ids = aligned(rng.integers(0, count, tokens).astype(np.int32))
     ids[3], ids[11] = -1, count

@@ -28,7 +28,8 @@ from toolkit.runtime.plan import Plan
 from toolkit.runtime.random_weights import fill_random
 
 NOTHING = RandomSource({}, FLOAT32)
-KNOWN = [value for value in vars(encodings).values() if isinstance(value, Encoding) and value.name in panel_encodings()]
+NAMED = {value.name: value for value in vars(encodings).values() if isinstance(value, Encoding)}
+KNOWN = [value for name, value in NAMED.items() if name in panel_encodings() and not value.levels]
 
 
 def weight(name: str, shape: tuple[int, ...], encoding: Encoding, layout: Layout = "panel16") -> Weight:
@@ -89,9 +90,9 @@ def test_numbers_depend_on_name_and_seed_alone(
     rows: int, columns: int, encoding: Encoding, threads: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("plan")
-    shape = (rows, columns * max(encoding.group, 32))
+    shape = (rows, columns * max(encoding.unit, 32))
     alone = {"b": weight("b", shape, encoding)}
-    both = {"a": weight("a", (16, 128), encoding), **alone}
+    both = {"a": weight("a", (16, 256), encoding), **alone}
     one = filled(pack_weights(alone, NOTHING, folder, random=True), seed=5)["b"]
     two = filled(pack_weights(both, NOTHING, folder, random=True), seed=5, threads=threads)["b"]
     np.testing.assert_array_equal(one.data, two.data)

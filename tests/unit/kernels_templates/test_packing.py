@@ -21,12 +21,17 @@ from toolkit.runtime.errors import InternalError
 FLOATS = (encodings.FLOAT32, encodings.FLOAT16, encodings.BFLOAT16)
 AFFINE = tuple(
     Encoding("affine", bits, group, 0 if minimum or bits == 8 else 1 << (bits - 1), scale, minimum)
-    for bits in (4, 5, 6, 8)
-    for group in (16, 32, 128)
+    for bits in (2, 3, 4, 5, 6, 8)
+    for group in (16, 32, 64, 128)
     for scale in ("float16", "float32")
     for minimum in (False, True)
 )
 GGUF = (
+    encodings.Q2_K,
+    encodings.Q3_K,
+    encodings.IQ4_NL,
+    encodings.IQ4_XS,
+    Encoding("affine", 4, 16, levels="e2m1"),
     encodings.Q4_0,
     encodings.Q4_1,
     encodings.Q5_0,
@@ -46,9 +51,16 @@ def random_array(encoding: Encoding, rows: int, columns: int, seed: int) -> Enco
         raw = rng.integers(0, 256, (rows, columns * width), np.uint8)
         return EncodedArray(encoding, raw.view({"float32": "f4", "float16": "f2", "bfloat16": "u2"}[encoding.kind]))
     codes = rng.integers(0, 1 << encoding.bits, (rows, columns), np.uint8)
-    scales = rng.standard_normal((2, rows, columns // encoding.group)).astype(encoding.scale)
-    minimum = scales[1] if encoding.has_minimum else None
-    return EncodedArray(encoding, codes.view(np.int8) if encoding.bits == 8 else codes, scales[0], minimum)
+    scales = rng.standard_normal((2, rows, columns // encoding.unit)).astype(encoding.scale)
+    factors = rng.integers(0, 256, (2, rows, columns // encoding.group), np.uint8)
+    return EncodedArray(
+        encoding,
+        codes.view(np.int8) if encoding.bits == 8 else codes,
+        scales[0],
+        scales[1] if encoding.has_minimum else None,
+        factors[0].view(np.int8) if encoding.block else None,
+        factors[1] if encoding.block and encoding.has_minimum else None,
+    )
 
 
 def same(a: npt.NDArray[np.generic] | None, b: npt.NDArray[np.generic] | None) -> bool:
@@ -62,11 +74,19 @@ def assert_equal(a: EncodedArray, b: EncodedArray) -> None:
     assert same(a.data, b.data)
     assert same(a.scale, b.scale)
     assert same(a.minimum, b.minimum)
+    assert same(a.factors, b.factors)
+    assert same(a.minimum_factors, b.minimum_factors)
 
 
-@given(st.sampled_from(FLOATS + AFFINE), st.integers(1, 50), st.integers(1, 3), st.integers(0, 31), st.integers(0, 999))
+@given(
+    st.sampled_from(FLOATS + AFFINE + GGUF),
+    st.integers(1, 50),
+    st.integers(1, 3),
+    st.integers(0, 31),
+    st.integers(0, 999),
+)
 def test_panel16_returns_what_it_was_given(encoding: Encoding, rows: int, wholes: int, odd: int, seed: int) -> None:
-    columns = wholes * max(encoding.group, 32) + (odd if encoding.kind != "affine" else 0)
+    columns = wholes * max(encoding.unit, 32) + (odd if encoding.kind != "affine" else 0)
     array = random_array(encoding, rows, columns, seed)
     data = pack("panel16", array)
     assert data.nbytes == layout_bytes("panel16", encoding, array.shape)
@@ -85,39 +105,43 @@ def test_rows_returns_what_it_was_given(encoding: Encoding, shape: list[int], se
 
 @pytest.mark.parametrize("encoding", FLOATS + GGUF, ids=lambda e: e.name)
 def test_chunks_join_to_the_whole(encoding: Encoding) -> None:
-    array = random_array(encoding, 75, 96, 1)
-    parts = []
-    for start in range(0, 75, 32):
-        rows = slice(start, start + 32)
-        scale = None if array.scale is None else array.scale[rows]
-        minimum = None if array.minimum is None else array.minimum[rows]
-        parts.append(pack("panel16", EncodedArray(encoding, array.data[rows], scale, minimum)))
+    array = random_array(encoding, 75, 256, 1)
+    parts = [pack("panel16", array.rows(start, start + 32)) for start in range(0, 75, 32)]
     assert np.concatenate(parts).tobytes() == pack("panel16", array).tobytes()
 
 
 def test_codes_are_stored_compactly() -> None:
-    bits = {e.name: layout_bytes("panel16", e, (1600, 320)) * 8 / (1600 * 320) for e in GGUF}
+    wide = (Encoding("affine", 4, 64, 8), Encoding("affine", 4, 128, has_minimum=True), Encoding("affine", 8, 128))
+    bits = {e.name: layout_bytes("panel16", e, (1600, 512)) * 8 / (1600 * 512) for e in GGUF + wide}
     assert bits == {
         "a4g32": 4.5,
         "a4g32m": 5.0,
         "a5g32": 5.5,
         "a5g32m": 6.0,
         "a8g32": 8.5,
-        "a4g32mw": 6.0,
-        "a5g32mw": 7.0,
-        "a6g16w": 8.0,
+        "a2g16mk": 3.125,
+        "a3g16k": 3.5625,
+        "a4g32mk": 4.625,
+        "a5g32mk": 5.625,
+        "a6g16k": 6.5625,
+        "iq4g32": 4.5,
+        "iq4g32k": 4.3125,
+        "e2m1g16": 5.0,
+        "a4g64": 4.25,
+        "a4g128m": 4.25,
+        "a8g128": 8.125,
     }
 
 
 def test_columns_of_a_word_are_neighbors() -> None:
     codes = np.arange(16 * 32, dtype=np.int64).reshape(16, 32) % 251
     array = EncodedArray(encodings.Q8_0, codes.astype(np.uint8).view(np.int8), np.ones((16, 1), np.float16))
-    words = pack("panel16", array)[: 16 * 32].reshape(8, 16, 4)
+    words = pack("panel16", array)[-16 * 32 :].reshape(8, 16, 4)
     assert (words[3, 5] == codes[5, 12:16]).all()
 
 
 def test_names_tell_all_that_a_kernel_needs() -> None:
-    assert {e.name for e in FLOATS + AFFINE} <= set(panel_encodings())
+    assert {e.name for e in FLOATS + AFFINE + GGUF} <= set(panel_encodings())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +151,8 @@ def test_names_tell_all_that_a_kernel_needs() -> None:
         ("panel16", EncodedArray(encodings.FLOAT32, np.ones(5, np.float32))),
         ("panel16", random_array(Encoding("affine", 4, 32, zero=7), 4, 32, 0)),
         ("panel16", random_array(Encoding("affine", 4, 16, zero=8), 4, 16, 0)),
-        ("panel16", random_array(Encoding("affine", 3, 32, zero=4), 4, 32, 0)),
+        ("panel16", random_array(Encoding("affine", 7, 32, zero=64), 4, 32, 0)),
+        ("panel16", random_array(Encoding("affine", 4, 128, zero=8), 4, 64, 0)),
     ],
 )
 def test_what_a_layout_cannot_hold_is_refused(layout: Layout, array: EncodedArray) -> None:

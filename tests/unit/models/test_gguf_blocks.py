@@ -41,9 +41,14 @@ def test_codes_and_scales_have_the_shapes_that_the_encoding_says(number: int) ->
     assert array.scale is not None
     assert array.data.shape == (3, 512)
     assert array.data.dtype == (np.int8 if block.encoding.bits == 8 else np.uint8)
-    assert array.scale.shape == (3, 512 // block.encoding.group)
+    assert array.scale.shape == (3, 512 // block.encoding.unit)
     assert array.scale.dtype == np.dtype(block.encoding.scale)
     assert (array.minimum is not None) == block.encoding.has_minimum
+    assert (array.factors is not None) == (block.encoding.block > 0)
+    assert (array.minimum_factors is not None) == (block.encoding.block > 0 and block.encoding.has_minimum)
+    for factors, kind in ((array.factors, np.int8), (array.minimum_factors, np.uint8)):
+        assert factors is None or factors.shape == (3, 512 // block.encoding.group)
+        assert factors is None or factors.dtype == np.dtype(kind)
     if block.encoding.bits < 8:
         assert int(array.data.max()) < 2**block.encoding.bits
 
@@ -53,8 +58,8 @@ def test_the_kernels_layout_holds_every_type(number: int) -> None:
     block = BLOCKS[number]
     array = block.decode_rows(random_rows(block, 19, 512, seed=2))
     back = unpack("panel16", block.encoding, array.shape, pack("panel16", array))
-    for mine, theirs in ((array.data, back.data), (array.scale, back.scale), (array.minimum, back.minimum)):
-        np.testing.assert_array_equal(mine, theirs)
+    for name in ("data", "scale", "minimum", "factors", "minimum_factors"):
+        np.testing.assert_array_equal(getattr(array, name), getattr(back, name))
 
 
 def test_sizes_are_those_of_the_gguf_package() -> None:

@@ -197,20 +197,20 @@ def test_the_real_models_have_every_parameter(smollm2: Path, gemma3: Path) -> No
 
 
 def test_types_whose_exact_form_is_much_larger_are_told(tmp_path: Path) -> None:
-    values = np.random.default_rng(0).standard_normal((4, 256)).astype(np.float32)
-    iq4, q4 = gguf.GGMLQuantizationType.IQ4_NL, gguf.GGMLQuantizationType.Q4_0
+    types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    for name, kind in (("a", gguf.GGMLQuantizationType.TQ2_0), ("b", q4)):
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.add_tensor("c", np.zeros((4, 144), np.uint8), raw_dtype=iq4)
-    writer.add_tensor("d", np.zeros((4, 144), np.uint8), raw_dtype=iq4)
+    for name, kind, size in (
+        *(("a", types.IQ1_S, 50), ("b", types.Q4_0, 144), ("c", types.IQ2_XXS, 66), ("d", types.IQ2_XXS, 66)),
+        *(("e", types.IQ4_XS, 136), ("f", types.Q2_K, 84)),
+    ):
+        writer.add_tensor(name, np.zeros((4, size), np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     assert list(growth_notes(read_gguf(tmp_path / "m.gguf"))) == [
-        "1 TQ2_0 tensors have 2.1 bits a value in the file; kept exactly, they take 4-bit codes",
-        "2 IQ4_NL tensors have 4.5 bits a value in the file; kept exactly, they take 8-bit codes",
+        "1 IQ1_S tensors have 1.6 bits a value in the file; kept exactly, they take 8-bit codes",
+        "2 IQ2_XXS tensors have 2.1 bits a value in the file; kept exactly, they take 8-bit codes",
     ]
 
 
