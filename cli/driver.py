@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..compiler.ir import Graph
+from ..compiler.op_spec import int_attr
 from ..compiler.program import Program
-from ..compiler.shapes import Bounds
+from ..compiler.shapes import Bounds, largest
 from ..compiler.targets import Target, parse_targets
 from ..runtime.debug import debug
 from ..runtime.errors import UserError
-from ..runtime.plan import Model, PassReport, Report
+from ..runtime.plan import Model, PassReport, Report, RopeChanges
 from .progress import Phases
 from .staging import check_output, staged
 
@@ -144,9 +145,14 @@ def _require_compile_extra() -> None:
 
 
 def _model_context(opened: OpenedModel, target: Target) -> int:
-    """The longest sequence the model was made for."""
+    """The longest sequence the model was made for: for some RoPE, the length of its training times a factor."""
     found = getattr(opened.config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else target.default_context
+    if not isinstance(found, int) or found <= 0:
+        return target.default_context
+    rope = getattr(opened.config, "rope_parameters", None) or {}
+    lengths = {"dynamic": found, "yarn": rope.get("original_max_position_embeddings") or 0}
+    trained = lengths.get(str(rope.get("rope_type")), 0)
+    return max(found, int(trained * (rope.get("factor") or 1)))
 
 
 def _is_quantized(graph: Graph) -> bool:
@@ -172,7 +178,16 @@ def _model(opened: OpenedModel, graph: Graph, bounds: Bounds, quant: str, seed: 
         quantization=Path(quant).name,
         source_hashes=opened.hashes,
         random_weights=seed,
+        rope_changes=_rope_changes(graph),
     )
+
+
+def _rope_changes(graph: Graph) -> RopeChanges | None:
+    """Between which lengths of a sequence any of the model's RoPE frequencies change."""
+    tables = [op for op in graph.ops if op.kind == "rope_table"]
+    firsts = [int_attr(op.attrs, "first") for op in tables]
+    lasts = [first + largest(op.inputs[2].type.shape[0]) - 1 for first, op in zip(firsts, tables, strict=True)]
+    return RopeChanges(min(firsts), max(lasts)) if tables else None
 
 
 def _report(captured: Graph, fused: Graph, passes: tuple[PassReport, ...], notes: tuple[str, ...]) -> Report:

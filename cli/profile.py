@@ -119,6 +119,7 @@ def make_step(device: Device, size: StepSize) -> StepBatch:
     return StepBatch(
         tokens=rng.integers(0, device.plan.model.vocab_size, size.rows, dtype=np.int32),
         positions=positions,
+        lengths=np.full(size.rows, context, np.int32),
         seq_start=np.arange(0, size.rows + 1, tokens, dtype=np.int32),
         context=np.full(batch, context, np.int32),
         rows=rows,

@@ -12,7 +12,7 @@ import numpy as np
 from ..runtime.encodings import EncodedArray, Encoding
 from .interpret import evaluate_op, param_array
 from .ir import Graph, Op, Param, Value
-from .op_spec import Array, Packing
+from .op_spec import Array, Packing, int_attr
 from .quantize import encode
 from .shapes import Shape, Sym
 from .verify import describe
@@ -157,7 +157,9 @@ def _positions() -> Array:
 
 
 def random_inputs(graph: Graph, seed: int = 0) -> dict[str, Array]:
-    """Step inputs for `SEQUENCES`: positions from 0, `ROWS`, ids below the smallest table they index; else floats."""
+    """Step inputs for `SEQUENCES`: positions from 0, `ROWS`, lengths around those at which RoPE frequencies change, ids
+    below the smallest table they index; else floats.
+    """
     random = np.random.default_rng(seed)
     inputs: dict[str, Array] = {}
     for value in graph.inputs:
@@ -166,6 +168,9 @@ def random_inputs(graph: Graph, seed: int = 0) -> dict[str, Array]:
             inputs[value.name] = _positions().astype(np.int32)
         elif value.name == "rows":
             inputs[value.name] = np.array(ROWS, np.int32)
+        elif value.name == "lengths":
+            firsts = [int_attr(op.attrs, "first") for op in graph.ops if op.kind == "rope_table"]
+            inputs[value.name] = (min(firsts, default=0) + random.integers(-2, 3, shape)).astype(np.int32)
         elif value.type.dtype.startswith("int"):
             inputs[value.name] = random.integers(0, _limit(graph, value.name), shape).astype(np.int32)
         else:

@@ -27,10 +27,12 @@ def interpret(
 ) -> dict[str, Array]:
     """Run one step; the graph's outputs by name.
 
-    Without a `packing`, sequences begin wherever `inputs["positions"]` does not count on. To run step after step, pass
-    the same `caches`: it holds each cache's content by the name of its initial value, and is brought up to date.
+    Without a `packing`, sequences begin wherever `inputs["positions"]` does not count on; without `inputs["lengths"]`,
+    they are as long as they are after the step. To run step after step, pass the same `caches`: it holds each cache's
+    content by the name of its initial value, and is brought up to date.
     """
     packing = packing or Packing.from_positions(inputs["positions"])
+    inputs = {"lengths": packing.lengths(), **inputs}
     values: dict[str, Any] = {value.name: inputs[value.name] for value in graph.inputs}
     values |= {param.value.name: param_array(param, params) for param in graph.params}
     caches = {} if caches is None else caches

@@ -82,7 +82,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Graph:
-    """One step of a model. `inputs` are step inputs by name: `tokens[T] positions[T] rows[R]`, int32."""
+    """One step of a model. `inputs` are step inputs by name, int32: `tokens[T] positions[T] rows[R]`, and `lengths[T]`
+    if RoPE depends on the length of a token's sequence (see `StepBatch` in `runtime/step.py`).
+    """
 
     inputs: tuple[Value, ...]
     params: tuple[Param, ...]

@@ -278,6 +278,23 @@ def _rope(low: Lowering, op: Op) -> None:
     low.call("rope", params, args, op, flops=6 * static(heads) * static(width))
 
 
+def _rope_table(low: Lowering, op: Op) -> None:
+    positions, lengths, frequencies = op.inputs
+    rows, width = (static(size) for size in frequencies.type.shape)
+    args: dict[str, Argument] = {
+        "positions": low.pointer(positions),
+        "lengths": low.pointer(lengths),
+        "frequencies": low.pointer(frequencies),
+        "out": low.output(op.output),
+        "T": dim(positions.type.shape[0]),
+        "W": ConstArg(width),
+        "first": ConstArg(int_attr(op.attrs, "first")),
+        "last": ConstArg(rows - 1),
+        "scale": ConstArg(float_attr(op.attrs, "scale")),
+    }
+    low.call("rope_table", {"function": str_attr(op.attrs, "function")}, args, op, flops=20 * width)
+
+
 def _rope_kv_write(low: Lowering, op: Op) -> None:
     qkv, *rest, cache = op.inputs
     heads, kv_heads = int_attr(op.attrs, "heads"), int_attr(op.attrs, "kv_heads")
@@ -456,6 +473,7 @@ RULES: Mapping[str, Rule] = {
     "add_norm": _add_norm,
     "softmax": _softmax,
     "reduce": _reduce,
+    "rope_table": _rope_table,
     "rope": _rope,
     "rope_kv_write": _rope_kv_write,
     "kv_write": _kv_write,

@@ -63,6 +63,10 @@ class Packing:
         context = tuple(int(positions[stop - 1]) + 1 for stop in jumps[1:])
         return Packing(tuple(jumps), context, tuple(ids) if ids is not None else tuple(range(len(context))))
 
+    def lengths(self) -> Array:
+        """The context of each token's sequence."""
+        return np.repeat(np.array(self.context, np.int32), np.diff(self.seq_start))
+
     def sequences(self) -> list[tuple[int, slice, int]]:
         """Per sequence: its id, its tokens in the step, and the position of the first of them."""
         bounds = zip(self.ids, self.seq_start, self.seq_start[1:], self.context, strict=False)

@@ -18,6 +18,10 @@ Tensor ops (as captured)
   norm        (x[..,D], w[D]?, b[D]?) -> [..,D]                   attrs kind "rms"|"layer"|"l2", eps, offset (added to w),
                                                                   has_weight, has_bias; computed in float32. w may be
                                                                   [Hn,D] for x[..,Hn,D]
+  rope_table  (positions[T], lengths[T], frequencies[K,Dr/2]) -> [T,Dr/2]
+                                                                  attrs function "cos"|"sin", first, scale: of position
+                                                                  times the frequencies of the length, those of row
+                                                                  lengths - first, or the first or last row beyond
   rope        (x[T,Hn,D], cos[T,Dr/2], sin[T,Dr/2]) -> [T,Hn,D]   attrs style "half"|"pair"; the first Dr columns rotate,
                                                                   the others pass
   attention   (q[T,Hq,D], k[T,Hk,D], v[T,Hk,Dv], sinks[Hq]?, slopes[Hq]?) -> [T,Hq,Dv]

@@ -180,6 +180,41 @@ def rotate(x: Array, cos: Array, sin: Array, style: str) -> Array:
     return out
 
 
+class RopeTable(OpSpec):
+    """(positions[T], lengths[T], frequencies[K,Dr/2]) -> [T,Dr/2]
+
+    Angles are float32 products, as models compute them.
+    """
+
+    kind = "rope_table"
+    attrs = declare(function=AttrSpec("str", None, ("cos", "sin")), first=AttrSpec("int"), scale=AttrSpec("float", 1.0))
+
+    def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+        good = len(types) == 3 and types[0] == types[1] and types[0].dtype == "int32" and len(types[0].shape) == 1
+        good = good and types[2].dtype == "float32" and len(types[2].shape) == 2
+        expect(good, "int32 positions[T] and lengths[T], and float32 frequencies[K, Dr/2]", types)
+        return (TensorType("float32", (types[0].shape[0], types[2].shape[1])),)
+
+    def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
+        positions, lengths, frequencies = inputs
+        rows = np.clip(lengths - int_attr(attrs, "first"), 0, len(frequencies) - 1)
+        angles = positions.astype(np.float32)[:, None] * frequencies[rows]
+        turned = np.cos(angles) if attrs["function"] == "cos" else np.sin(angles)
+        return ((turned * np.float32(float_attr(attrs, "scale"))).astype(np.float32),)
+
+    def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
+        last = op.inputs[2].type.shape[0]
+        assert isinstance(last, int)
+        first, zero, top = (emit.constant(np.int32(x)) for x in (int_attr(op.attrs, "first"), 0, last - 1))
+        rows = emit.node("Clip", emit.node("Sub", inputs[1], first), zero, top)
+        positions = emit.node("Cast", inputs[0], to=1)  # to float
+        column = emit.node("Unsqueeze", positions, emit.constant(np.array([1], np.int64)))
+        angles = emit.node("Mul", column, emit.node("Gather", inputs[2], rows))
+        turned = emit.node("Cos" if op.attrs["function"] == "cos" else "Sin", angles)
+        scale = emit.constant(np.float32(float_attr(op.attrs, "scale")))
+        emit.node("Mul", turned, scale, output=op.output.name)
+
+
 class Rope(OpSpec):
     """(x[T,Hn,D], cos[T,Dr/2], sin[T,Dr/2]) -> [T,Hn,D]"""
 
@@ -392,6 +427,7 @@ ROWS: tuple[OpSpec, ...] = (
     Embedding(),
     Linear(),
     Norm(),
+    RopeTable(),
     Rope(),
     Attention(),
     TakeRows(),

@@ -11,8 +11,8 @@ from torch import SymInt, Tensor, fx
 
 from ..compiler.ir import Attr, Value
 from .emitter import BINARY
-from .probe import ACTIVATIONS, MaskKind, classify_mask
-from .translate import Handler, Mask, Operand, Positional, Traced, Translator, Untranslatable, Weight, op_name
+from .probe import ACTIVATIONS, MaskKind, RopeKind, classify_mask
+from .translate import Handler, Mask, Operand, Positional, Rotary, Traced, Translator, Untranslatable, Weight, op_name
 
 H = TypeVar("H", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
@@ -53,23 +53,43 @@ def _rope_table(t: Translator, node: fx.Node, positions: Operand, table: int, wi
     if not isinstance(positions, Positional) or not positions.is_positions:
         raise Untranslatable("a rotary module is given something other than the positions")
     tables = t.rope.tables[table]
+    if tables.frequencies is not None:
+        return Rotary(table, "cos"), Rotary(table, "sin")
     return Positional.table(tables.cos[None]), Positional.table(tables.sin[None])
 
 
 @translates("toolkit.rope")
 def _rope(t: Translator, node: fx.Node, x: Operand, cos: Operand, sin: Operand, *, site: int) -> Traced:
     x = t.traced(x)
-    if not isinstance(cos, Positional) or not isinstance(sin, Positional):
-        raise Untranslatable("it rotates by more than the positions")
     place = t.rope.sites[site]
-    kind = place.classify(cos.rows)
+    kind = place.classify(_table_rows(t, cos))
     if kind is None:
         raise Untranslatable(f"{place.name} rotates in an unknown way")
-    tables = [
-        t.emitter.constant(f"rope.{name}", kind.columns(operand.rows).mul(sign).numpy())
-        for name, operand, sign in (("cos", cos, 1.0), ("sin", sin, kind.sign))
-    ]
-    return Traced(t.emitter.emit("rope", x.value, *map(t.gathered, tables), style=kind.style), x.batch)
+    tables = [_rotary_table(t, kind, "cos", cos, 1.0), _rotary_table(t, kind, "sin", sin, kind.sign)]
+    return Traced(t.emitter.emit("rope", x.value, *tables, style=kind.style), x.batch)
+
+
+def _table_rows(t: Translator, table: Operand) -> Tensor:
+    """cos or sin [P, W] of some positions."""
+    if isinstance(table, Rotary):
+        return t.rope.tables[table.table].cos
+    if isinstance(table, Positional):
+        return table.rows
+    raise Untranslatable("it rotates by more than the positions")
+
+
+def _rotary_table(t: Translator, kind: RopeKind, name: str, table: Operand, sign: float) -> Value:
+    """The distinct columns [T, Dr/2] of cos or sin at the step's positions."""
+    if not isinstance(table, Rotary):
+        rows = kind.columns(_table_rows(t, table)).mul(sign)
+        return t.gathered(t.emitter.constant(f"rope.{name}", rows.numpy()))
+    found = t.rope.tables[table.table].frequencies
+    assert found is not None
+    rows = kind.columns(found.rows).contiguous()
+    attrs: dict[str, Attr] = {"function": table.function, "first": found.first, "scale": sign * found.scale}
+    return t.emitter.share(
+        "rope_table", t.positions, t.lengths, t.emitter.constant("rope.frequencies", rows.numpy()), **attrs
+    )
 
 
 @translates("toolkit.attention")

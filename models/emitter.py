@@ -88,11 +88,11 @@ class Emitter:
         """Append an op with one result. Raises ValueError where it would be illegal."""
         return self._append(make_op(kind, inputs, (self._fresh(kind),), attrs, self.source))
 
-    def share(self, kind: str, *inputs: Value) -> Value:
+    def share(self, kind: str, /, *inputs: Value, **attrs: Attr) -> Value:
         """An op on inputs and parameters only, emitted once for the whole graph."""
-        key = (kind, *(value.name for value in inputs))
+        key = (kind, *(value.name for value in inputs), *sorted(attrs.items()))
         if key not in self._shared:
-            op = make_op(kind, inputs, (self._fresh(kind),), {}, self.source)
+            op = make_op(kind, inputs, (self._fresh(kind),), attrs, self.source)
             self._shared[key] = self._producers[op.output.name] = op
         return self._shared[key].output
 

@@ -1,7 +1,8 @@
 """Hooks for rotary embeddings: tables are computed at compile time, and every rotation becomes one op.
 
 A rotary module yields cos and sin for the positions; a function of the modeling file, `apply_rotary..`, uses them. What
-the function does is found numerically, with tables of the form that the module makes.
+the function does is found numerically, with tables of the form that the module makes. A module whose frequencies depend
+on the length of the sequence is run for every length, and becomes a table of frequencies by length.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor, nn
 
-from .probe import RopeKind, classify_rope
+from .probe import RopeKind, agree, classify_rope
 from .tracing import OPS, outside_tracing
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """cos and sin of a position p are `scale` times those of p * f, where f[W] goes by the length of the sequence."""
+
+    rows: Tensor
+    """[K, W]: of the lengths `first`, `first` + 1, .. and, in the last row, of all that are longer."""
+    first: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class RopeTable:
 
     cos: Tensor
     sin: Tensor
+    frequencies: Frequencies | None = None
+    """If they depend on the length of the sequence; then cos and sin are those of one length."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +112,12 @@ class RopeHooks:
             return None
         limit = _consistent_length(lambda count: _run(module, args, kwargs, count), whole)
         if limit < self.max_context:
-            self._report(
-                f"{name} has other frequencies in sequences of more than {limit} tokens: limit them to {limit}"
-            )
+            found = _by_length(module, args, kwargs, limit, self.max_context)
+            if found is None:
+                self._report(
+                    f"{name} computes something else in sequences of more than {limit} tokens: limit them to {limit}"
+                )
+            whole = replace(whole, frequencies=found)
         self.tables.append(whole)
         return len(self.tables) - 1
 
@@ -137,19 +153,22 @@ class RopeHooks:
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any, count: int) -> RopeTable | None:
-    """What a rotary module yields for `count` positions, with float32 in place of the hidden states."""
-    positions = torch.arange(count)[None]
+    """What a rotary module yields for `count` positions from 0 on."""
+    return _call(copy.deepcopy(module), args, kwargs, torch.arange(count))  # modules may remember the longest sequence
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any, positions: Tensor) -> RopeTable | None:
+    """What a rotary module yields for some positions, with float32 in place of the hidden states."""
 
     def real(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        return torch.zeros(1, 1, 1) if value.is_floating_point() else positions
+        return torch.zeros(1, 1, 1) if value.is_floating_point() else positions[None]
 
-    # a copy, as modules may remember the longest sequence
-    found = copy.deepcopy(module)(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+    found = module(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
     if not isinstance(found, tuple) or len(found) != 2:
         return None
-    if any(not t.is_floating_point() or t.ndim != 3 or t.shape != (1, count, t.shape[-1]) for t in found):
+    if any(not t.is_floating_point() or t.ndim != 3 or t.shape != (1, len(positions), t.shape[-1]) for t in found):
         return None
     cos, sin = found
     return RopeTable(cos[0].float(), sin[0].float())
@@ -171,3 +190,43 @@ def _consistent_length(run: Callable[[int], RopeTable | None], whole: RopeTable)
         middle = (good + bad) // 2
         good, bad = (middle, bad) if torch.equal(frequencies(middle), short) else (good, middle)
     return good
+
+
+def _by_length(module: nn.Module, args: Any, kwargs: Any, first: int, last: int) -> Frequencies | None:
+    """Frequencies of sequences of `first` to `last` tokens, as few rows as differ; None if they are not found."""
+
+    def row(module: nn.Module, length: int) -> tuple[Tensor, float] | None:
+        positions = torch.tensor([0, 1, length - 1])
+        table = _call(module, args, kwargs, positions)
+        return None if table is None else _frequencies(module, table, positions)
+
+    between = sorted({first + 1, last, *range(first + 1, last, max(1, (last - first) // 8))})
+    some = [row(copy.deepcopy(module), length) for length in (first, *between)]
+    rows = [found[0] for found in some if found is not None]
+    if all(torch.equal(each, rows[-1]) for each in rows[1:]):
+        found = some[:2]
+    else:
+        growing = copy.deepcopy(module)  # it may compute a longer sequence from what it remembers of a shorter one
+        found = [row(growing, length) for length in range(first, last + 1)]
+    known = [each for each in found if each is not None]
+    scales = {scale for _, scale in known}
+    if len(known) < len(found) or len(rows) < len(some) or len(scales) != 1:
+        return None
+    return Frequencies(torch.stack([each for each, _ in known]), first, scales.pop())
+
+
+def _frequencies(module: nn.Module, table: RopeTable, positions: Tensor) -> tuple[Tensor, float] | None:
+    """The buffer of a rotary module from which it just computed a table of `positions`, the first of them 0, and the
+    factor of its cos and sin.
+    """
+    scale, width = float(table.cos[0, 0]), table.cos.shape[-1]
+    for buffer in module.buffers():
+        for columns in (buffer.repeat(2), buffer.repeat_interleave(2), buffer) if buffer.ndim == 1 else ():
+            angles = positions[:, None].float() * columns
+            if (
+                len(columns) == width
+                and agree(table.cos, angles.cos() * scale)
+                and agree(table.sin, angles.sin() * scale)
+            ):
+                return columns.float(), scale
+    return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import SymInt, Tensor, fx
@@ -106,7 +106,16 @@ class Mask:
     node: fx.Node
 
 
-Operand = Traced | Weight | Positional | Mask | Tensor
+@dataclass(frozen=True)
+class Rotary:
+    """What a rotary module whose frequencies depend on the length of the sequence returned."""
+
+    table: int
+    """Its number in `RopeHooks.tables`."""
+    function: Literal["cos", "sin"]
+
+
+Operand = Traced | Weight | Positional | Mask | Rotary | Tensor
 """What a tensor of the export became. A real torch tensor is a constant."""
 Handler = Callable[..., Any]
 """A function of the translator, the node and the op's arguments, which returns the operand or operands it became."""
@@ -133,6 +142,7 @@ class Translator:
         self._symbols = symbols
         self._values: dict[fx.Node, Any] = {}
         self._examples: dict[fx.Node, Any] = {}
+        self._lengths: Value | None = None
 
     def run(self, graph: fx.Graph, operands: Mapping[str, Operand]) -> Value | None:
         """The graph's only output, or None if it can't be translated. `operands` are the placeholders by name."""
@@ -175,7 +185,7 @@ class Translator:
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         leaves = _leaves((args, kwargs))
-        if op_name(node).startswith("aten.") and not any(isinstance(leaf, (Traced, Weight)) for leaf in leaves):
+        if op_name(node).startswith("aten.") and not any(isinstance(leaf, Traced | Weight | Rotary) for leaf in leaves):
             if any(isinstance(leaf, Mask) for leaf in leaves):
                 return Mask(node)
             if any(isinstance(leaf, (Positional, SymInt)) for leaf in leaves):
@@ -246,6 +256,8 @@ class Translator:
         if isinstance(operand, Tensor):
             array = operand.float() if operand.is_floating_point() else operand
             return Traced(self.emitter.constant("constant", array.numpy()))
+        if isinstance(operand, Rotary):
+            raise Untranslatable("it changes rotary tables that depend on the length of the sequence")
         raise Untranslatable(f"it takes a {type(operand).__name__}")
 
     def matrix(self, weight: Weight, *, transpose: bool) -> Value:
@@ -263,7 +275,7 @@ class Translator:
             operand = self._values[node]
             if op_name(node) == "toolkit.causal_mask":
                 return torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-            if isinstance(operand, Traced | Weight) or operand is None:
+            if isinstance(operand, Traced | Weight | Rotary) or operand is None:
                 raise Untranslatable("its mask depends on more than the order of tokens")
             if isinstance(operand, Tensor | SymInt):
                 return known(operand)
@@ -292,6 +304,13 @@ class Translator:
         value = self.emitter.reshape(value, (tokens, *rest))
         order = [*range(1, axis + 1), 0, *range(axis + 1, len(rest) + 1)]
         return Traced(self.emitter.transpose(value, order), batch)
+
+    @property
+    def lengths(self) -> Value:
+        """The step input `lengths`, which a graph has only if something needs it."""
+        if self._lengths is None:
+            self._lengths = self.emitter.input("lengths", "int32", self.positions.type.shape)
+        return self._lengths
 
     def gathered(self, table: Value) -> Value:
         """The rows of a table at the step's positions."""

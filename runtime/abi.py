@@ -35,4 +35,4 @@ ROW_FIELDS = [
 RESULT_FIELDS = [("token", "<i4"), ("rank", "<i4"), ("logprob", "<f4"), ("status", "<i4")]
 """Fields of `step.RESULT`."""
 
-ABI_HASH = hashlib.sha256(repr((ROW_FIELDS, RESULT_FIELDS, MAX_TOP, "step-2")).encode()).hexdigest()[:16]
+ABI_HASH = hashlib.sha256(repr((ROW_FIELDS, RESULT_FIELDS, MAX_TOP, "step-3")).encode()).hexdigest()[:16]

@@ -41,16 +41,18 @@ class BatchBuilder:
         np.cumsum(counts, out=seq_start[1:])
         total = int(seq_start[-1])
         tokens = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] for chunk in chunks])
+        lengths = np.array([chunk.sequence.rope_length for chunk in chunks], np.int32)
         if total == len(chunks):
             positions, owners = starts, lanes
         else:
             positions = np.arange(total, dtype=np.int32) + np.repeat(starts - seq_start[:-1], counts)
-            owners = np.repeat(lanes, counts)
+            owners, lengths = np.repeat(lanes, counts), np.repeat(lengths, counts)
         page, offset = np.divmod(positions, size)
         width = -(-int(context.max()) // kv.page_tokens)
         return StepBatch(
             tokens=tokens,
             positions=positions,
+            lengths=np.maximum(lengths, positions + 1),
             seq_start=seq_start,
             context=context,
             rows=self._rows(chunks, lanes, seq_start, context),

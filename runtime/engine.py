@@ -88,6 +88,7 @@ class Engine:
         self.scheduler = Scheduler(self.kv, limits)
         self.max_tokens = min(plan.model.max_context, self.kv.capacity + 1)
         """Most tokens of a sequence: the last one need not be in the cache."""
+        self._rope_switch = plan.model.rope_changes and plan.model.rope_changes.switch
         self._batches = BatchBuilder(self.kv, limits.sequences, plan.model.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = count()
@@ -128,11 +129,17 @@ class Engine:
             tokens=tokens,
             prompt_length=len(prompt),
             sampling=make_sampling(command, tokens, vocabulary),
-            keys=PageKeys(command.cache_salt, self.kv.page_tokens),
+            keys=PageKeys(command.cache_salt, self.kv.page_tokens, self._rope_class(len(prompt))),
             arrival=command.arrival or self._clock(),
             length=len(prompt),
+            rope_length=len(prompt),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
         )
+
+    def _rope_class(self, length: int) -> int:
+        """A number that is the same for prompts, of so many tokens, that RoPE rotates alike."""
+        changes = self.plan.model.rope_changes
+        return changes.clip(length) if changes else 0
 
     def _check_prompt(self, command: Add) -> None:
         prompt, vocabulary, context = command.prompt, self.plan.model.vocab_size, self.plan.model.max_context
@@ -299,6 +306,14 @@ class Engine:
             self._finish(sequence, "stop", events, token)
         elif length == len(sequence.tokens):
             self._finish(sequence, "length", events)
+        elif self._rope_switch == length:
+            self._rebase(sequence)
+
+    def _rebase(self, sequence: Sequence) -> None:
+        """Compute a sequence anew that has become so long that all its keys must be rotated by other frequencies."""
+        sequence.rope_length = sequence.length
+        sequence.keys = sequence.keys.of_class(self._rope_class(sequence.length))
+        self.scheduler.restart(sequence)
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, events: list[Event], stop_token: int | None = None

@@ -232,6 +232,22 @@ class MemoryPlan(_Record, frozen=True):
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
+class RopeChanges(_Record, frozen=True):
+    """RoPE frequencies depend on a sequence's length: up to `first` tokens they are the same, and from `last` on."""
+
+    first: int
+    last: int
+
+    def clip(self, length: int) -> int:
+        """A length at which the frequencies are those of `length`."""
+        return min(max(length, self.first), self.last)
+
+    @property
+    def switch(self) -> int | None:
+        """The length from which on the second of just two sets of frequencies holds."""
+        return self.last if self.last == self.first + 1 else None
+
+
 class Model(_Record, frozen=True):
     """Which model this is."""
 
@@ -248,6 +264,7 @@ class Model(_Record, frozen=True):
     source_hashes: dict[str, str] = {}
     random_weights: int | None = None
     """Seed, if the weights are random."""
+    rope_changes: RopeChanges | None = None
 
 
 class Text(_Record, frozen=True):

@@ -56,6 +56,12 @@ class Scheduler:
         del self.running[bisect_left(self.running, sequence.order, key=_order)]
         self._take_back(sequence, sequence.table, forget=forget)
 
+    def restart(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages, so that it is computed again from its first token on."""
+        self.remove(sequence)
+        sequence.computed = 0
+        self.add(sequence)
+
     def clear_running(self) -> None:
         """Drop all running sequences and every page's content."""
         for sequence in self.running:
@@ -107,9 +113,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         sequence.preemptions += 1
-        self.remove(sequence)
-        sequence.computed = 0
-        self.add(sequence)
+        self.restart(sequence)
 
     def _take_back(self, sequence: Sequence, table: PageTable, *, forget: bool) -> None:
         keys = sequence.keys(sequence.tokens, table.settled)[: table.settled] if forget else ()

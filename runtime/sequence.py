@@ -31,6 +31,8 @@ class Sequence:
     arrival: float
     """`time.monotonic()`"""
     length: int
+    rope_length: int
+    """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
     computed: int = 0
     table: PageTable | None = None
     """The pages held, while running."""

@@ -41,6 +41,10 @@ class StepBatch:
     """[T]"""
     positions: Int32
     """[T]"""
+    lengths: Int32
+    """[T] What RoPE goes by if its frequencies depend on the length of the sequence: that of the prompt, or after it
+    the token's position plus 1. So keys in the cache are those of a prompt in one step and then decoding, whatever the
+    chunks, and preempted or not."""
     seq_start: Int32
     """[S + 1]"""
     context: Int32

@@ -96,6 +96,18 @@ POINTWISE = Family(
     doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
 )
 
+ROPE_TABLE = Family(
+    name="rope_table",
+    template="cpu/rope_table.cpp.j2",
+    params={"function": ("cos", "sin")},
+    args=(
+        *(_step_input("positions"), _step_input("lengths"), _weight("frequencies"), _out("out")),
+        *(_dim("T"), _int("W"), _int("first"), _int("last"), _float("scale")),
+    ),
+    ops=("rope_table",),
+    doc="out[t] = scale * cos or sin of positions[t] * frequencies[r], where r is lengths[t] - first in 0 .. last.",
+)
+
 ROPE = Family(
     name="rope",
     template="cpu/rope.cpp.j2",
@@ -204,6 +216,7 @@ SAMPLE = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(TAKE_ROWS, COPY, NORM, POINTWISE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION, REDUCE, SOFTMAX, SAMPLE),
+    *(TAKE_ROWS, COPY, NORM, POINTWISE, ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE),
+    *(ATTENTION, REDUCE, SOFTMAX, SAMPLE),
 )
 """CPU kernel families of this module."""

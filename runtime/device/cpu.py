@@ -37,7 +37,7 @@ class _Step(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                *("tokens", "positions", "seq_start", "context", "rows", "slots", "pages", "page_stride"),
+                *("tokens", "positions", "lengths", "seq_start", "context", "rows", "slots", "pages", "page_stride"),
                 *("results", "top_tokens", "top_logprobs", "profile"),
             )
         ),
@@ -135,6 +135,7 @@ class CpuDevice:
         step.T, step.S, step.R = len(batch.tokens), len(batch.context), rows
         step.tokens = batch.tokens.ctypes.data
         step.positions = batch.positions.ctypes.data
+        step.lengths = batch.lengths.ctypes.data
         step.seq_start = batch.seq_start.ctypes.data
         step.context = batch.context.ctypes.data
         step.rows = batch.rows.ctypes.data
@@ -157,7 +158,13 @@ class CpuDevice:
         tokens = len(batch.tokens)
         if not self._state.size:
             raise InternalError("a step was submitted to a closed device")
-        if tokens == 0 or batch.seq_start[0] != 0 or batch.seq_start[-1] != tokens or len(batch.positions) != tokens:
+        if (
+            tokens == 0
+            or batch.seq_start[0] != 0
+            or batch.seq_start[-1] != tokens
+            or len(batch.positions) != tokens
+            or len(batch.lengths) != tokens
+        ):
             raise InternalError(f"a step's sequences do not cover its {tokens} tokens")
         if batch.tokens.min() < 0 or batch.tokens.max() >= self.plan.model.vocab_size:
             raise InternalError("a step has a token outside the vocabulary")

@@ -15,13 +15,18 @@ class PageKeys:
     """Keys of a sequence's full pages, in order.
 
     A key hashes the page's tokens and the key before it, and the first one the salt: equal keys mean equal tokens from
-    the start of the sequence, so equal K/V, and only requests of one salt can meet.
+    the start of the sequence, so equal K/V, and only requests of one salt can meet, and only those of one `rope_class`,
+    whose tokens are rotated alike.
     """
 
-    def __init__(self, salt: str, page_tokens: int) -> None:
-        self._page_tokens = page_tokens
-        self._root = blake2b(salt.encode(), digest_size=_KEY_BYTES).digest()
+    def __init__(self, salt: str, page_tokens: int, rope_class: int = 0) -> None:
+        self._salt, self._page_tokens = salt, page_tokens
+        self._root = blake2b(f"{rope_class} {salt}".encode(), digest_size=_KEY_BYTES).digest()
         self._keys: list[bytes] = []
+
+    def of_class(self, rope_class: int) -> PageKeys:
+        """Keys of the same salt for another `rope_class`."""
+        return PageKeys(self._salt, self._page_tokens, rope_class)
 
     def __call__(self, tokens: Int32, pages: int) -> list[bytes]:
         """The keys of at least the first `pages` pages of the sequence `tokens`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,13 @@ class PlanRunner:
         self._pages: dict[str, list[list[int]]] = {}
         self._next = [1] * len(self.plan.caches)
 
-    def step(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> list[Array]:
-        """Run one step over (sequence, its next tokens) and return log-probabilities [n, V] of each chunk."""
+    def step(
+        self, chunks: Sequence[tuple[str, Sequence[int]]], prompts: Mapping[str, int] | None = None
+    ) -> list[Array]:
+        """Run one step over (sequence, its next tokens) and return log-probabilities [n, V] of each chunk.
+
+        `prompts` are lengths of prompts of which only a part is computed.
+        """
         lengths = [len(tokens) for _, tokens in chunks]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         total = int(starts[-1])
@@ -43,6 +48,7 @@ class PlanRunner:
                 for index in range(len(tokens)):
                     page, offset = divmod(before + index, cache.page_tokens)
                     slots[group][start + index] = self._pages[name][group][page] * cache.page_tokens + offset
+        whole = [max(self._context[name], (prompts or {}).get(name, 0)) for name, _ in chunks]
         rows = np.zeros(total, ROW)
         found = np.full((total, self.plan.model.vocab_size), np.nan, np.float32)  # poisoned: NaN never passes
         rows["token"], rows["target"] = np.arange(total), -1
@@ -52,6 +58,7 @@ class PlanRunner:
         batch = StepBatch(
             tokens=np.array([token for _, tokens in chunks for token in tokens], np.int32),
             positions=positions,
+            lengths=np.repeat(whole, lengths).astype(np.int32),
             seq_start=starts,
             context=np.array([self._context[name] for name, _ in chunks], np.int32),
             rows=rows,

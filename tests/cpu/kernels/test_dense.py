@@ -256,6 +256,23 @@ def test_rope(head_dim: int, rotary: int, style: str, isa: IsaName) -> None:
     np.testing.assert_allclose(out.array, want, rtol=1e-5, atol=1e-6)
 
 
+@every_isa
+@pytest.mark.parametrize("function", ["cos", "sin"])
+def test_rope_table(function: str, isa: IsaName) -> None:
+    rng = np.random.default_rng(0)
+    tokens, width, first = 9, 21, 100
+    frequencies = aligned(rng.uniform(1e-4, 1.0, (4, width)).astype(np.float32))
+    positions = np.array([0, 1, 5, 99, 100, 101, 4095, 100_000, 7], np.int32)
+    lengths = np.array([1, 2, 100, 100, 101, 102, 5000, 100_001, 103], np.int32)
+    out = Guarded((tokens, width), np.float32)
+    kernel = load(isa, "rope_table", function=function)
+    kernel(positions, lengths, frequencies, out.array, tokens, width, first, 3, -1.25, threads=2)
+    out.check()
+    angles = positions.astype(np.float32)[:, None] * frequencies[[0, 0, 0, 0, 1, 2, 3, 3, 3]]
+    want = -1.25 * getattr(np, function)(angles.astype(np.float64))
+    np.testing.assert_allclose(out.array, want, atol=1e-6)
+
+
 ROPE_WRITES: Mapping[str, dict[str, ParamValue]] = {
     "plain": {"head_dim": 64, "rotary": 64, "style": "half", "has_rope": True, "qk_norm": ""},
     "qk norm": {"head_dim": 32, "rotary": 16, "style": "pair", "has_rope": True, "qk_norm": "rms"},

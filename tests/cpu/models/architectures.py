@@ -52,6 +52,7 @@ _LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
     "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
 }
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _GEMMA = _COMMON | _WINDOWED | {"query_pre_attn_scalar": 16}
 _GPT = {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256}
 _LATE_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -67,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama llama3 rope": ("llama", _COMMON | {"rope_parameters": _LLAMA3_ROPE}),
     "llama linear rope": ("llama", _COMMON | {"rope_parameters": _LINEAR_ROPE}),
     "llama yarn rope": ("llama", _COMMON | {"rope_parameters": _YARN_ROPE}),
+    "llama dynamic rope": ("llama", _COMMON | {"rope_parameters": _DYNAMIC_ROPE, "max_position_embeddings": 12}),
     "mistral": ("mistral", _COMMON | {"sliding_window": 8}),
     "ministral": ("ministral", _COMMON | {"sliding_window": 8}),
     "ministral3": ("ministral3", _COMMON),
@@ -82,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", _COMMON | {"partial_rotary_factor": 0.5}),
     "phi3": ("phi3", _COMMON),
     "phi3 partial": ("phi3", _COMMON | {"partial_rotary_factor": 0.5, "sliding_window": 8}),
-    "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 128}),
+    "phi3 longrope": ("phi3", _COMMON | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 16}),
     "falcon": ("falcon", _FALCON),
     "falcon serial": ("falcon", _FALCON | {"parallel_attn": False, "bias": True}),
     "falcon grouped": ("falcon", _FALCON | _FALCON_40B),
@@ -165,5 +167,6 @@ def sequences(case: str, lengths: Sequence[int], seed: int = 0) -> list[list[int
 @torch.no_grad()
 def reference_logits(case: str, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Logits[n, V] of one sequence from the Hugging Face model."""
-    logits: torch.Tensor = tiny_model(case)(torch.tensor([list(tokens)]), use_cache=False).logits
+    model = copy.deepcopy(tiny_model(case))  # with dynamic RoPE it remembers the longest sequence
+    logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits
     return logits[0].numpy()

@@ -98,6 +98,15 @@ def test_rope_is_a_complex_rotation_that_spares_the_rest(style: str) -> None:
     close(found[..., 6:], x[..., 6:])
 
 
+@pytest.mark.parametrize("function", ["cos", "sin"])
+def test_rope_tables_go_by_the_length(function: str) -> None:
+    frequencies = random(3, 5)
+    positions, lengths = np.array([3, 0, 8, 9], np.int32), np.array([4, 10, 11, 90], np.int32)
+    (found,) = evaluate("rope_table", positions, lengths, frequencies, function=function, first=10, scale=-2.0)
+    angles = torch.from_numpy(positions)[:, None] * torch.from_numpy(frequencies[[0, 0, 1, 2]])
+    close(found, -2.0 * getattr(torch, function)(angles))
+
+
 @pytest.mark.parametrize("window", [0, 2])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("weights", [(), ("sinks",), ("slopes",), ("sinks", "slopes")])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from toolkit.runtime.device.base import Ticket
 from toolkit.runtime.errors import InternalError
-from toolkit.runtime.plan import Bucket, CacheResource, MemoryPlan, Model, Plan, Report
+from toolkit.runtime.plan import Bucket, CacheResource, MemoryPlan, Model, Plan, Report, RopeChanges
 from toolkit.runtime.step import ABI_HASH, MAX_TOP, RESULT, ROW, Float32, Int32, StepBatch, StepResult
 
 Hashes = npt.NDArray[np.uint64]
@@ -36,6 +36,7 @@ def fake_plan(
     max_tokens: int = 32,
     max_sequences: int = 8,
     max_rows: int = 16,
+    rope_changes: RopeChanges | None = None,
 ) -> Plan:
     """A plan for `FakeDevice`, a cache group for each window."""
     return Plan(
@@ -43,7 +44,9 @@ def fake_plan(
         major=1,
         minor=0,
         abi=ABI_HASH,
-        model=Model("fake", "hash", vocabulary, 8, len(windows), max_context, "float32", "none"),
+        model=Model(
+            *("fake", "hash", vocabulary, 8, len(windows), max_context, "float32", "none"), rope_changes=rope_changes
+        ),
         target="cpu",
         max_batch=max_sequences,
         buckets=(Bucket("step", max_tokens, max_sequences, max_rows, (), ()),),
@@ -130,7 +133,15 @@ class FakeDevice:
         sizes_fit = total <= bucket.max_tokens and sequences <= bucket.max_sequences and 1 <= rows <= bucket.max_rows
         if not sizes_fit:
             raise InternalError(f"no bucket fits {total} tokens, {sequences} sequences, {rows} rows")
-        arrays = [batch.tokens, batch.positions, batch.seq_start, batch.context, *batch.slots, *batch.pages]
+        arrays = [
+            batch.tokens,
+            batch.positions,
+            batch.lengths,
+            batch.seq_start,
+            batch.context,
+            *batch.slots,
+            *batch.pages,
+        ]
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
         assert batch.rows.dtype == ROW
         assert batch.rows.flags.c_contiguous
@@ -141,6 +152,8 @@ class FakeDevice:
         starts = batch.context - np.diff(batch.seq_start)
         expected = [range(start, end) for start, end in zip(starts, batch.context, strict=True)]
         assert batch.positions.tolist() == [position for part in expected for position in part]
+        assert len(batch.lengths) == total
+        assert np.all(batch.lengths > batch.positions)
         for cache, slots, pages in zip(self.plan.caches, batch.slots, batch.pages, strict=True):
             self._check_writes(batch, slots // cache.page_tokens, pages)
 
@@ -154,8 +167,10 @@ class FakeDevice:
 
     def _run(self, batch: StepBatch) -> StepResult:
         positions = batch.positions.astype(np.uint64)
-        inputs = _mix(batch.tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
-        hidden = inputs
+        hidden = _mix(batch.tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
+        if changes := self.plan.model.rope_changes:
+            classes = np.clip(batch.lengths, changes.first, changes.last) - changes.first
+            hidden = np.where(classes > 0, _mix(hidden + classes.astype(np.uint64)), hidden)
         for layer in range(2):
             for store, slots in zip(self._stores, batch.slots, strict=True):
                 store[layer, slots] = hidden

@@ -43,6 +43,7 @@ def make_sequence(
         keys=PageKeys("", 4),
         arrival=0.0,
         length=len(prompt),
+        rope_length=len(prompt),
     )
 
 
