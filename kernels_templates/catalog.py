@@ -7,7 +7,7 @@ their arguments in the order given here; code generation renders, compiles and c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -30,6 +30,30 @@ class ArgSpec:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """How many thread blocks a CUDA kernel has along one axis of its grid: the product of some of its arguments over
+    `divisor`, rounded up; with `persistent` no more than the GPU has multiprocessors, each taking several.
+    """
+
+    factors: tuple[str, ...] = ()
+    """Names of `dim` and `const` arguments; none is 1."""
+    divisor: int = 1
+    persistent: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a CUDA kernel is launched."""
+
+    threads: int
+    x: Axis
+    y: Axis = Axis()
+    z: Axis = Axis()
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+
+
+@dataclass(frozen=True)
 class Family:
     """A kernel template.
 
@@ -47,6 +71,8 @@ class Family:
     doc: str
     layouts: tuple[str, ...] = ()
     """Weight layouts it reads."""
+    grid: Callable[[Mapping[str, ParamValue]], Grid] | None = None
+    """CUDA only: the launch of the kernel with these parameters."""
 
 
 @dataclass(frozen=True)

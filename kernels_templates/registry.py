@@ -1,8 +1,12 @@
-"""All kernel families by name."""
+"""All kernel families by name, for each kind of target."""
 
 from __future__ import annotations
 
 from .catalog import Family
 from .cpu import dense, linear
+from .cuda import basic
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*dense.FAMILIES, *linear.FAMILIES)}
+"""CPU kernels."""
+CUDA_FAMILIES: dict[str, Family] = {family.name: family for family in basic.FAMILIES}
+"""CUDA kernels."""

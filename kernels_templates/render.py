@@ -8,12 +8,12 @@ from pathlib import Path
 import jinja2
 
 from ..runtime.encodings import LEVELS
-from ..runtime.plan import IsaName
+from ..runtime.plan import ArchName, IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .expression import to_cpp
 from .packing import block_columns, block_offsets, panel_encoding
-from .registry import FAMILIES
+from .registry import CUDA_FAMILIES, FAMILIES
 
 
 @cache
@@ -52,6 +52,18 @@ def render(kernel: KernelSpec, isa: IsaName) -> str:
     """The C++ source of a kernel for one ISA, headers included in the text, so that its hash identifies the object."""
     family = FAMILIES[kernel.family]
     return render_template(family.template, isa=isa, signature=signature(kernel), symbol=kernel.symbol, **kernel.params)
+
+
+def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
+    """The CUDA C++ source of a kernel for one GPU architecture."""
+    family = CUDA_FAMILIES[kernel.family]
+    assert family.grid is not None
+    declared = ", ".join(f"{arg.ctype} {arg.name}" for arg in arguments(family, kernel))
+    threads = family.grid(kernel.params).threads
+    head = f'extern "C" __global__ void __launch_bounds__({threads}) {kernel.symbol}({declared})'
+    return render_template(
+        family.template, arch=int(arch[2:]), threads=threads, signature=head, symbol=kernel.symbol, **kernel.params
+    )
 
 
 def render_template(template: str, **values: object) -> str:

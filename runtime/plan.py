@@ -23,6 +23,9 @@ Generator = Literal["cpp", "tvm"]
 IsaName = Literal["x86-64-v3", "x86-64-v4"]
 """Instruction set levels of x86-64, as its psABI names them."""
 
+ArchName = Literal["sm80", "sm86", "sm89", "sm90"]
+"""GPU architectures, by compute capability."""
+
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base of every record in the plan: immutable, and strict about what it reads."""
@@ -130,6 +133,41 @@ class Kernel(_Record, frozen=True):
     """Arguments that TVM's code was made for, e.g. N and K; a kernel that is all C++ takes any."""
     choices: tuple[Choice, ...] = ()
     """By ISA level, then by rows; C++ where there is none. `tuning.json` has the times behind them."""
+
+
+class GridAxis(_Record, frozen=True):
+    """Thread blocks along one axis: the product of arguments at these positions over `divisor`, rounded up."""
+
+    factors: tuple[int, ...] = ()
+    divisor: int = 1
+    persistent: bool = False
+    """No more than the GPU has multiprocessors."""
+
+
+class CudaKernel(_Record, frozen=True):
+    """A kernel as machine code for one GPU architecture, and how it is launched."""
+
+    offset: int
+    """Of its cubin in the module's file."""
+    bytes: int
+    entry: str
+    threads: int
+    grid: tuple[GridAxis, GridAxis, GridAxis]
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+    registers: int = 0
+    """A thread; from the compiler, for reports."""
+
+
+class CudaModule(_Record, frozen=True):
+    """The kernels of a plan for one GPU architecture. The loader takes the one that matches the GPU."""
+
+    arch: ArchName
+    file: str
+    bytes: int
+    sha256: str
+    kernels: dict[str, CudaKernel]
+    """By name in `Plan.kernels`."""
 
 
 class Library(_Record, frozen=True):
@@ -327,6 +365,7 @@ class Plan(_Record, frozen=True):
     tuning: TuningFile | None = None
     """Races behind the kernels' choices, if there were any."""
     fills: dict[str, RandomFill] = {}
+    modules: tuple[CudaModule, ...] = ()
     digest: str = ""
     """`content_digest` of the plan, so that a change of any number in it is noticed; "" in plans before 1.1."""
 

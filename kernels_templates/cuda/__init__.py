@@ -1,0 +1,1 @@
+"""CUDA C++ templates, compiled by NVRTC, and their families."""

@@ -1,0 +1,123 @@
+"""CUDA kernel families that work row by row or element by element.
+
+They have the names, parameters and arguments of the CPU's families, but activations are in the type `real`, and weights
+lie in rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..catalog import ArgSpec, Axis, Family, Grid, ParamValue
+
+REALS = ("float32", "float16", "bfloat16")
+BOOLS = (False, True)
+ANY: tuple[ParamValue, ...] = ()
+POINTWISE_INPUTS = 8
+THREADS = 256
+
+
+def _real(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "const real *", "in", when)
+
+
+def _out(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "real *", "out", when)
+
+
+def _weight(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "const float *", "weight", when)
+
+
+def _dim(name: str) -> ArgSpec:
+    return ArgSpec(name, "int32_t", "dim")
+
+
+def _int(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "int32_t", "const", when)
+
+
+def _float(name: str, when: str = "") -> ArgSpec:
+    return ArgSpec(name, "float", "const", when)
+
+
+def _blocks(*factors: str, divisor: int = 1) -> Callable[[Mapping[str, ParamValue]], Grid]:
+    """`THREADS` threads in a block for every `divisor` of the product of some arguments."""
+    grid = Grid(THREADS, Axis(factors, divisor))
+    return lambda params: grid
+
+
+NORM = Family(
+    name="norm",
+    template="cuda/norm.cu.j2",
+    params={
+        "real": REALS,
+        "kind": ("rms", "layer", "l2"),
+        **dict.fromkeys(("has_weight", "has_bias", "has_residual"), BOOLS),
+    },
+    args=(
+        *(_real("x"), _real("residual", "has_residual")),
+        *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
+        *(_out("sum_out", "has_residual"), _out("out")),
+        *(_dim("rows"), _int("W"), _int("weight_rows"), _float("eps"), _float("offset")),
+    ),
+    ops=("norm", "add_norm"),
+    doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias. Row r takes row "
+    "r % weight_rows of weight and bias [weight_rows, W].",
+    grid=_blocks("rows"),
+)
+
+EMBEDDING = Family(
+    name="embedding",
+    template="cuda/embedding.cu.j2",
+    params={"real": REALS, "encoding": ("f32", "f16", "bf16")},
+    args=(
+        *(ArgSpec("weight", "const uint8_t *", "weight"), ArgSpec("ids", "const int32_t *", "input"), _out("out")),
+        *(_dim("T"), _int("V"), _int("W"), _float("scale")),
+    ),
+    ops=("embedding",),
+    doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN.",
+    layouts=("rows",),
+    grid=_blocks("T"),
+)
+
+TAKE_ROWS = Family(
+    name="take_rows",
+    template="cuda/take_rows.cu.j2",
+    params={"real": REALS},
+    args=(_real("x"), ArgSpec("rows", "const toolkit_row *", "input"), _out("out"), _dim("R"), _int("W")),
+    ops=("take_rows",),
+    doc="out[r] = x[rows[r].token] for x[T, W].",
+    grid=_blocks("R"),
+)
+
+POINTWISE = Family(
+    name="pointwise",
+    template="cuda/pointwise.cu.j2",
+    params={
+        "real": REALS,
+        "expr": ANY,
+        **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s")),
+    },
+    args=(*(_real(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
+    ops=("pointwise",),
+    doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
+    grid=_blocks("rows", "W", divisor=THREADS),
+)
+
+RANDOM_FILL = Family(
+    name="random_fill",
+    template="cuda/random_fill.cu.j2",
+    params={},
+    args=(
+        *(ArgSpec("out", "uint8_t *", "out"), ArgSpec("keep", "const uint8_t *", "in")),
+        ArgSpec("value", "const uint8_t *", "in"),
+        *(ArgSpec(name, "int64_t", "const") for name in ("bytes", "first", "period")),
+        *(ArgSpec(name, "uint64_t", "const") for name in ("key0", "key1")),
+    ),
+    ops=(),
+    doc="Makes `bytes` bytes of a random weight from block `first` of 32 bytes on; see runtime/random_weights.py.",
+    grid=_blocks("bytes", divisor=32 * THREADS),
+)
+
+FAMILIES: tuple[Family, ...] = (NORM, EMBEDDING, TAKE_ROWS, POINTWISE, RANDOM_FILL)

@@ -1,0 +1,68 @@
+"""CUDA kernels compile without a GPU, for every architecture, and what a GPU can't launch is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from toolkit.compiler.codegen import cuda as codegen
+from toolkit.compiler.codegen.cuda import build_modules, compile_kernel
+from toolkit.kernels_templates.catalog import Axis, Grid, KernelSpec, ParamValue
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.runtime.errors import InternalError
+from toolkit.runtime.plan import ArchName, GridAxis
+
+ARCHS: tuple[ArchName, ...] = ("sm80", "sm86", "sm89", "sm90")
+FREE: Mapping[str, ParamValue] = {"expr": "(mul (silu in0) (sigmoid in1))", "in0": "t", "in1": "1"}
+"""Values for parameters that may be anything."""
+
+
+def kernels() -> dict[str, KernelSpec]:
+    """A kernel of every family, with the last of its legal parameters."""
+    found = {}
+    for family in CUDA_FAMILIES.values():
+        params = {name: values[-1] if values else FREE[name] for name, values in family.params.items()}
+        if family.name == "pointwise":
+            params |= {f"in{index}": FREE.get(f"in{index}", "") for index in range(8)}
+        found[family.name] = KernelSpec(family.name, params)
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", CUDA_FAMILIES)
+def test_every_family_compiles(name: str, arch: ArchName) -> None:
+    compiled = compile_kernel(kernels()[name], arch)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert 0 < compiled.registers <= 255
+    assert compiled.spilled == 0
+
+
+def test_modules_hold_every_kernel(tmp_path: Path) -> None:
+    modules = build_modules(kernels(), ("sm80", "sm90"), tmp_path)
+    for module in modules:
+        data = (tmp_path / module.file).read_bytes()
+        assert (len(data), sha256(data).hexdigest()) == (module.bytes, module.sha256)
+        for name, kernel in module.kernels.items():
+            assert (
+                data[kernel.offset : kernel.offset + kernel.bytes] == compile_kernel(kernels()[name], module.arch).cubin
+            )
+    assert modules[0].kernels["pointwise"].grid[0] == GridAxis((3, 4), 256)  # after out, which has position 2
+
+
+def test_what_cant_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = kernels()["norm"]
+    greedy = replace(CUDA_FAMILIES["norm"], grid=lambda params: Grid(256, Axis(("rows",)), shared=150_000))
+    monkeypatch.setitem(CUDA_FAMILIES, "norm", greedy)
+    compile_kernel(norm, "sm90")
+    with pytest.raises(InternalError, match=r"150128 bytes of shared memory .* sm86 has 101376"):
+        compile_kernel(norm, "sm86")
+
+
+def test_what_does_not_compile_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codegen, "render_cuda", lambda kernel, arch: "void nothing(")
+    with pytest.raises(InternalError, match=r"k_norm\w* for sm80 failed(.|\n)*expected"):
+        compile_kernel(kernels()["norm"], "sm80")
