@@ -7,29 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from ..runtime.encodings import FLOAT32, EncodedArray, Encoding
 from ..runtime.errors import UserError
 from .gguf_file import GGUFFile, GGUFTensor
-from .gguf_models import Architecture, architecture
+from .gguf_models import Architecture, Heads, Rows, architecture
 
 _NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredTensor:
     """A `LazyTensor` stored as the model has it, but for the order of its rows."""
 
     name: str
     file: GGUFFile
     stored: GGUFTensor
-    heads: int = 0
-    """If not 0, the rows of each head are interleaved: model row t * D/2 + i is stored as row 2 * i + t."""
+    order: Rows | None = None
+    """The stored row of each row; None: all of them as they are."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+        return self.stored.shape if self.order is None else (len(self.order), *self.stored.shape[1:])
 
     @property
     def encoding(self) -> Encoding:
@@ -41,22 +40,37 @@ class StoredTensor:
 
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows (of a vector: elements) `start:stop` with the file's own codes."""
-        wanted = np.arange(self.shape[0])[start:stop]
-        if self.heads:
-            wanted = self._interleaved(wanted)
-        if len(self.shape) == 1:
-            whole = self.stored.type.decode_rows(self.file.rows(self.stored))
+        wanted = slice(start, stop) if self.order is None else self.order[start:stop]
+        rows = self.file.rows(self.stored)
+        if len(self.stored.shape) == 1:
+            whole = self.stored.type.decode_rows(rows)
             return EncodedArray(whole.encoding, whole.data[0, wanted])
-        first = int(wanted.min(initial=self.shape[0]))
-        rows = self.file.rows(self.stored, first, int(wanted.max(initial=first - 1)) + 1)
-        return self.stored.type.decode_rows(rows[wanted - first] if self.heads else rows)
+        return self.stored.type.decode_rows(rows[wanted])
 
-    def _interleaved(self, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        size = self.shape[0] // self.heads
-        head, row = np.divmod(rows, size)
-        half, index = np.divmod(row, size // 2)
-        stored: npt.NDArray[np.intp] = head * size + 2 * index + half
-        return stored
+
+@dataclass(frozen=True)
+class RowTensor:
+    """A vector that the file has as one row of a matrix of floats."""
+
+    name: str
+    matrix: StoredTensor
+    row: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape[1:]
+
+    @property
+    def encoding(self) -> Encoding:
+        return self.matrix.encoding
+
+    @property
+    def format(self) -> str:
+        return self.matrix.format
+
+    def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
+        """Elements `start:stop`."""
+        return EncodedArray(self.encoding, self.matrix.read(self.row, self.row + 1).data[0, start:stop])
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,7 @@ def growth_notes(file: GGUFFile) -> Iterator[str]:
             )
 
 
-Tensor = StoredTensor | OffsetTensor | TransposedTensor
+Tensor = StoredTensor | RowTensor | OffsetTensor | TransposedTensor
 
 
 class GGUFSource:
@@ -131,11 +145,11 @@ class GGUFSource:
     def __init__(self, file: GGUFFile, config: object) -> None:
         self._path = file.path
         self._tensors: dict[str, Tensor] = {}
-        kind = architecture(file)
+        kind, heads = architecture(file), Heads.of(config)
         for stored in file.tensors.values():
             name = kind.place(stored.name)
             if name is not None:
-                self._tensors[name] = _view(kind, config, name, file, stored)
+                self._tensors |= {view.name: view for view in _views(kind, heads, name, file, stored)}
             elif stored.name not in _NOT_PARAMETERS:
                 raise UserError(
                     f"{file.path.name} has a tensor {stored.name} that has no place in a {kind.model_type} model; "
@@ -154,13 +168,37 @@ class GGUFSource:
         return iter(self._tensors)
 
 
-def _view(kind: Architecture, config: object, name: str, file: GGUFFile, stored: GGUFTensor) -> Tensor:
+def _views(kind: Architecture, heads: Heads, name: str, file: GGUFFile, stored: GGUFTensor) -> Iterator[Tensor]:
+    """The model's tensors in a tensor of the file."""
+    stem, suffix = name.rsplit(".", 1)
+    path, _, module = stem.rpartition(".")
+    is_affine = stored.type.encoding.kind == "affine"
+    if is_affine and (len(stored.shape) == 1 or module == kind.by_head):
+        raise UserError(f"{file.path.name}: {stored.name} is quantized, expected floats; convert it again.")
+    if module == kind.by_head:
+        matrix = StoredTensor(name, file, stored)
+        yield from (RowTensor(f"{path}.{module}.{row}.{suffix}", matrix, row) for row in range(stored.shape[0]))
+    elif kind.parts and stored.name.split(".")[-2] == "attn_qkv":
+        for part, order in zip(kind.parts, heads.parts(stored.shape[0]), strict=True):
+            yield StoredTensor(f"{path}.{part}.{suffix}", file, stored, order)
+    else:
+        yield _view(kind, heads, name, file, stored)
+
+
+def _view(kind: Architecture, heads: Heads, name: str, file: GGUFFile, stored: GGUFTensor) -> Tensor:
     module, suffix = name.split(".")[-2:]
-    if len(stored.shape) == 1 and stored.type.encoding.kind == "affine":
-        raise UserError(f"{file.path.name}: the vector {stored.name} is quantized, expected floats; convert it again.")
-    heads = int(getattr(config, kind.interleaved[module])) if module in kind.interleaved else 0
-    tensor = StoredTensor(name, file, stored, heads)
-    if kind.norm_offset and module.endswith("norm"):
+    order = None
+    if module in kind.order:
+        rows = stored.shape[0]
+        with np.errstate(divide="ignore"):
+            order = kind.order[module](heads, rows)
+        if not np.array_equal(np.sort(order), np.arange(rows)):
+            raise UserError(
+                f"{file.path.name}: {stored.name} has {rows} rows, which {heads.query} and {heads.key} heads do not "
+                "share evenly; convert the model again."
+            )
+    tensor = StoredTensor(name, file, stored, order)
+    if kind.norm_offset and module.endswith("norm") and suffix == "weight":
         return OffsetTensor(name, tensor)
     if module in kind.transposed and suffix == "weight":
         return TransposedTensor(name, tensor)

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
-from unit.models.gguf_writer import Q8_0, write_gguf
+from unit.models.gguf_writer import ARCHS, Q8_0, write_gguf
 
 from toolkit.compiler.ir import Graph, Param, Value
 from toolkit.compiler.shapes import TensorType
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.compiler.weights_pack import read_chunks, resolve_encodings
 from toolkit.models.gguf_file import read_gguf
+from toolkit.models.gguf_models import ARCHITECTURES
 from toolkit.models.gguf_source import growth_notes
 from toolkit.models.source import open_model, parameter_shapes
 from toolkit.runtime.encodings import FLOAT32
@@ -53,6 +54,15 @@ LONG = {
     **ROPE,
 }
 GPT2 = {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+PLAIN = {key: value for key, value in SMALL.items() if key != "head_dim"}
+PARTIAL = {**PLAIN, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+FALCON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**SMALL, "rope_parameters": ROPE, "tie_word_embeddings": True}),
     "llama biases": ("llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
@@ -69,7 +79,57 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**SMALL, "query_pre_attn_scalar": 32, "sliding_window": 6}),
     "gemma3": ("gemma3_text", {**SMALL, "num_hidden_layers": 7, "query_pre_attn_scalar": 32, "sliding_window": 6}),
     "gpt2": ("gpt2", GPT2),
+    "gemma": ("gemma", SMALL),
+    "phi2": ("phi", {**PARTIAL, "num_key_value_heads": 4}),
+    "gpt_neox": ("gpt_neox", PARTIAL),
+    "gpt_neox serial": ("gpt_neox", {**PARTIAL, "use_parallel_residual": False}),
+    "starcoder": ("gpt_bigcode", GPT2),
+    "starcoder2": ("starcoder2", PLAIN),
+    "falcon": ("falcon", FALCON),
+    "falcon new": ("falcon", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon one norm": (
+        "falcon",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "stablelm": ("stablelm", {**PARTIAL, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {**PARTIAL, "qk_layernorm": True, "use_parallel_residual": True}),
+    "nemotron": ("nemotron", PARTIAL),
+    "olmo": ("olmo", {**PLAIN, "clip_qkv": 1.0}),
+    "olmo3": ("olmo3", {**PLAIN, "sliding_window": 6, "num_hidden_layers": 5}),
+    "olmo3 yarn": ("olmo3", {**PLAIN, "sliding_window": 6, "num_hidden_layers": 5, "rope_parameters": YARN}),
+    "granite": (
+        "granite",
+        {
+            **PLAIN,
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "cohere": ("cohere", {**PLAIN, "logit_scale": 0.5}),
+    "cohere qk norm": ("cohere", {**PLAIN, "logit_scale": 0.5, "use_qk_norm": True}),
+    "cohere2": ("cohere2", {**SMALL, "logit_scale": 0.5, "sliding_window": 6, "num_hidden_layers": 5}),
+    "smollm3": ("smollm3", {**PLAIN, "num_hidden_layers": 5, "pad_token_id": 0}),
+    "arcee": ("arcee", SMALL),
+    "exaone4": ("exaone4", {**PLAIN, "sliding_window": 6, "num_hidden_layers": 5}),
+    "exaone4 whole": ("exaone4", {**PLAIN, "sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "glm4": ("glm4", {**SMALL, "pad_token_id": 0}),
+    "chatglm": ("glm", {**SMALL, "pad_token_id": 0}),
+    "seed_oss": ("seed_oss", SMALL),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {**SMALL, "rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ernie4_5": ("ernie4_5", SMALL),
+    "jais2": ("jais2", SMALL),
+    "ministral3": (
+        "ministral3",
+        {**SMALL, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
 }
+AS_LLAMA = {"internlm2": "llama", "exaone": "llama", "minicpm": "granite"}
+"""GGUF architectures that transformers has no code for, and the one that computes the same."""
 
 
 def tiny(kind: str, values: dict[str, Any]) -> Any:
@@ -120,6 +180,21 @@ def test_logits_are_those_of_the_model_that_was_written(case: str, tmp_path: Pat
         expected, found = model(tokens).logits, rebuilt(tmp_path / "m.gguf")(tokens).logits
     assert expected.std() > 0.2
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", AS_LLAMA)
+def test_architectures_that_are_others_by_another_name(arch: str, tmp_path: Path) -> None:
+    model = tiny(*CASES[AS_LLAMA[arch]])
+    write_gguf(model, tmp_path / "m.gguf", arch=arch)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, found = model(tokens).logits, rebuilt(tmp_path / "m.gguf")(tokens).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_architecture_is_tested() -> None:
+    written = {ARCHS.get(kind, kind) for kind, _ in CASES.values()} | set(AS_LLAMA)
+    assert written == {name for name in ARCHITECTURES if " " not in name and name != "olmo3"}
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
@@ -252,6 +327,12 @@ def test_file_without_an_embedding(tmp_path: Path) -> None:
 def test_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (32, 64), "blk.0.attn_sinks.weight": (2,)}
     with pytest.raises(UserError, match=r"blk\.0\.attn_sinks\.weight that has no place in a llama model"):
+        open_model(written(tmp_path / "m.gguf", "llama", HYPER, tensors))
+
+
+def test_heads_that_do_not_divide_the_rows(tmp_path: Path) -> None:
+    tensors = {"token_embd.weight": (32, 64), "blk.0.attn_q.weight": (63, 64)}
+    with pytest.raises(UserError, match=r"blk\.0\.attn_q\.weight has 63 rows, which 2 and 2 heads do not share evenly"):
         open_model(written(tmp_path / "m.gguf", "llama", HYPER, tensors))
 
 
