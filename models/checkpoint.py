@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,16 @@ def _check_entry(path: Path, name: str, entry: _Entry, available: int) -> None:
 class Checkpoint:
     """A `TensorSource` over the safetensors files of a directory.
 
-    `prefix` is what the decoder's parameters begin with in the model, `model.` say. A checkpoint of the bare decoder
-    lacks it; its tensors are then listed with it.
+    `rename` gives the model's name of a tensor. `prefix` is what the decoder's parameters begin with in the model,
+    `model.` say. A checkpoint of the bare decoder lacks it; its tensors are then listed with it.
     """
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
+    def __init__(self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str) -> None:
         self.files = tuple(read_safetensors(path) for path in weight_files(directory))
         self._name = directory.name
         stored = {name: FileTensor(name, file, entry) for file in self.files for name, entry in file.entries.items()}
         _check_index(directory, stored)
+        stored = {rename(name): tensor for name, tensor in stored.items()}
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
         self._tensors = stored

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -87,7 +88,7 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
             raise UserError(
                 f"{directory.name} is quantized by {shown(method)}, which is not supported; use the original or a GGUF."
             )
-        weights = Checkpoint(directory, _decoder_prefix(config))
+        weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config))
         stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"
         used += weight_files(directory)
     else:
@@ -171,10 +172,26 @@ def _chosen(dtype: str, stored: FloatName) -> FloatName:
 
 def _decoder_prefix(config: PretrainedConfig) -> str:
     """`model.` or `transformer.`: what parameters of the decoder begin with in the causal model."""
+    return f"{_model_class(config).base_model_prefix}."
+
+
+def _renaming(config: PretrainedConfig) -> Callable[[str], str]:
+    """From a tensor's name in checkpoints to its name in the model, where transformers has renamed it."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    mapping: Any = get_checkpoint_conversion_mapping
+    steps = mapping(_model_class(config).__name__) or mapping(config.model_type) or []
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    return lambda name: reduce(lambda old, step: str(step.rename_source_key(old)[0]), renamings, name)
+
+
+def _model_class(config: PretrainedConfig) -> Any:
+    """The causal language model of a configuration."""
     from transformers import AutoModelForCausalLM
 
     models: Any = AutoModelForCausalLM._model_mapping
-    return f"{models[type(config)].base_model_prefix}."
+    return models[type(config)]
 
 
 def _end_and_begin(directory: Path, config: PretrainedConfig) -> tuple[tuple[int, ...], int | None]:

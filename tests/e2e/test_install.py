@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,12 @@ def test_it_is_small_and_without_the_compiler(base_install: Path) -> None:
         if path.is_file() and path.relative_to(packages).parts[0].split("-")[0] not in {"pip", "setuptools", "wheel"}
     )
     assert 20e6 < size <= LIMIT
+
+
+def test_it_knows_the_tested_architectures(base_install: Path, tmp_path: Path) -> None:
+    command = [str(base_install / "bin/toolkit"), "models", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=_clean_environment(), capture_output=True, check=True)
+    assert {"llama", "gemma2"} <= {each["model_type"] for each in json.loads(done.stdout)}
 
 
 def test_it_serves_a_plan(base_install: Path, smollm2_plan: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole compilations of tiny models: the plan computes what the Hugging Face implementation does."""
+"""Whole compilations of tiny models: encodings of weights, what is in a plan, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from cpu.models.architectures import CASES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,51 +34,11 @@ from .plan_runner import PlanRunner
 
 Array = npt.NDArray[Any]
 
-TINY = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-GPT2 = {
-    "vocab_size": 199,
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GEMMA = {
-    "sliding_window": 7,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "query_pre_attn_scalar": 20,
-    "final_logit_softcapping": 5.0,
-}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {**TINY, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 32}},
-    "mistral": {**TINY, "sliding_window": 9},
-    "qwen2": {**TINY, "tie_word_embeddings": True},
-    "qwen3": TINY,
-    "gemma3_text": {**TINY, **GEMMA},
-    "phi3": {**TINY, "partial_rotary_factor": 0.5},
-    "gpt2": GPT2,
-    "olmo2": TINY,
-}
-
 
 def make_model(folder: Path, kind: str, **values: Any) -> Any:
     """A model with random float32 weights, saved in a folder."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**ARCHITECTURES[kind], **values})
+    config = AutoConfig.for_model(kind, **{**CASES[kind][1], **values})
     config.dtype = torch.float32
     from_config: Any = AutoModelForCausalLM.from_config
     model = from_config(config).eval()
@@ -107,52 +68,6 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile only for the best ISA level that this machine runs, which halves the time."""
     best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
     monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
-
-
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_a_plan_equals_hugging_face(kind: str, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", kind)
-    plan = compile_model(tmp_path / "model", output=tmp_path / "plan")
-    runner = PlanRunner(plan)
-    try:
-        check_packed(runner, model)
-        check_chunked(runner, model)
-        check_stepwise(runner, model)
-    finally:
-        runner.close()
-
-
-def check_packed(runner: PlanRunner, model: Any) -> None:
-    """Several prompts in one step."""
-    prompts = sequences(runner.plan.model.vocab_size)
-    found = runner.step([(f"packed-{name}", tokens) for name, tokens in prompts.items()])
-    for tokens, logprobs in zip(prompts.values(), found, strict=True):
-        np.testing.assert_allclose(logprobs, expected(model, tokens), atol=1e-4)
-
-
-def check_chunked(runner: PlanRunner, model: Any) -> None:
-    """A prompt in pieces that end anywhere in a page, with another sequence decoding beside it."""
-    prompts = sequences(runner.plan.model.vocab_size)
-    long, other = prompts["a"], prompts["c"]
-    parts: list[Array] = []
-    for number, (start, stop) in enumerate([(0, 3), (3, 16), (16, 17), (17, 37)]):
-        beside = ("chunk-c", other[number : number + 1])
-        parts.append(runner.step([("chunk-a", long[start:stop]), beside])[0])
-    np.testing.assert_allclose(np.concatenate(parts), expected(model, long), atol=1e-4)
-
-
-def check_stepwise(runner: PlanRunner, model: Any) -> None:
-    """Token by token, three sequences of different lengths together."""
-    prompts = sequences(runner.plan.model.vocab_size)
-    parts: dict[str, list[Array]] = {name: [] for name in prompts}
-    for index in range(37):
-        live = {name: tokens[index] for name, tokens in prompts.items() if index < len(tokens)}
-        found = runner.step([(f"step-{name}", [token]) for name, token in live.items()])
-        for name, logprobs in zip(live, found, strict=True):
-            parts[name].append(logprobs)
-    for name, tokens in prompts.items():
-        np.testing.assert_allclose(np.concatenate(parts[name]), expected(model, tokens), atol=1e-4)
 
 
 # --- quantized and rounded weights ------------------------------------------------------------------------------------
@@ -229,7 +144,7 @@ def test_the_plan_says_what_was_done(model_folder: Path, tmp_path: Path) -> None
 def test_random_weights_need_only_a_config(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_bytes((model_folder / "config.json").read_bytes())
-    path = compile_model(tmp_path / "bare", output=tmp_path / "plan", weights="random:7", quant="int8")
+    path = compile_model(tmp_path / "bare", output=tmp_path / "plan", weights="random:7", quant="int8", max_context=64)
     plan = read_plan(path)
     assert plan.model.random_weights == 7
     stored = sum(weights.bytes for weights in plan.weight_files if not weights.random)
@@ -304,7 +219,7 @@ def test_a_wrong_shape_is_refused(model_folder: Path, tmp_path: Path) -> None:
         ({"weights": "zeros"}, "--weights must be"),
         ({"max_batch": 0}, "--max-batch"),
         ({"optimize": 7}, "-O expects a level from 0 to "),
-        ({"max_context": 129}, "--max-context must be 1 to 128"),
+        ({"max_context": 257}, "--max-context must be 1 to 256"),
     ],
 )
 def test_choices_out_of_range_are_refused(

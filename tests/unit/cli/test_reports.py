@@ -128,3 +128,17 @@ def test_percentiles_and_prompts() -> None:
     prompts = load.random_prompts(5, 7, 50)
     assert prompts == load.random_prompts(5, 7, 50)
     assert all(len(prompt) == 7 and 10 <= min(prompt) <= max(prompt) < 50 for prompt in prompts)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["models", "--json"]) == 0
+    found = {each["model_type"]: each for each in json.loads(capsys.readouterr().out)}
+    assert set(found["qwen3"]["proved"]) == {"packed", "chunked", "stepwise", "bfloat16", "onnx"}
+    assert {"default", "llama3", "linear", "yarn"} <= set(found["llama"]["rope"])
+    assert "QK norm" in found["qwen3"]["features"]
+    assert main.run(["models"]) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("stepwise", "Qwen 3, dense", "parallel", "✓"))
