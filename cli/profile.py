@@ -11,8 +11,9 @@ import numpy as np
 from ..runtime.device.base import Device
 from ..runtime.device.open import open_device
 from ..runtime.errors import UserError
-from ..runtime.load import plan_hash, read_plan
+from ..runtime.load import read_plan
 from ..runtime.options import EngineOptions
+from ..runtime.plan import Plan
 from ..runtime.step import ROW, Int32, StepBatch
 from .inspect.layers import without_layer
 from .roofline import Machine, this_machine
@@ -37,8 +38,8 @@ class Profile(msgspec.Struct, frozen=True):
     """Median times of one step's launches; `bench kernels --json` prints it."""
 
     plan: str
-    plan_hash: str
-    """SHA-256 of the plan's plan.json."""
+    digest: str
+    """The plan's `content_digest`."""
     isa: str
     threads: int
     machine: Machine
@@ -72,7 +73,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
         launches.append(LaunchTime(launch.op, launch.kernel, seconds, round(occupancy, 4), need.bytes, need.flops))
     return Profile(
         plan=directory.resolve().name,
-        plan_hash=plan_hash(directory),
+        digest=plan.content_digest,
         isa=device.isa,
         threads=times.shape[1] - 1,
         machine=this_machine(),
@@ -83,8 +84,8 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     )
 
 
-def read_profile(path: Path, directory: Path) -> Profile:
-    """The profile in a file. Raises UserError if there is none, or one of another plan than that in `directory`."""
+def read_profile(path: Path, directory: Path, plan: Plan) -> Profile:
+    """The profile in a file. Raises UserError if there is none, or one of another plan than this, from `directory`."""
     how = f"make one with `toolkit bench kernels {directory} --json > step.json`"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Profile)
@@ -92,7 +93,7 @@ def read_profile(path: Path, directory: Path) -> Profile:
         raise UserError(f"can't read the profile {path}: {error.strerror}; {how}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no profile: {error}; {how}") from None
-    if found.plan_hash != plan_hash(directory):
+    if found.digest != plan.content_digest:
         raise UserError(f"{path} was measured with another plan, {found.plan}, not with {directory}: {how}")
     return found
 

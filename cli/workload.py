@@ -94,16 +94,15 @@ def _dim(launch: Launch) -> str:
 
 def _attention(plan: Plan, launch: Launch, size: StepSize) -> Work:
     """Keys and values that the launch reads from a cache: two multiplications and additions a value and query head."""
-    if plan.kernels[launch.kernel].family != "attention":
-        return Work(0, 0)
     args = {spec.name: arg for spec, arg in named_args(plan, launch)}
-    storage, heads = args["cache"], args["heads"]
-    assert isinstance(storage, CacheArg)
-    assert isinstance(heads, ConstArg)
-    cache = plan.caches[storage.group]
+    match plan.kernels[launch.kernel].family, args.get("cache"), args.get("heads"):
+        case "attention", CacheArg(group=group), ConstArg(value=heads):
+            cache = plan.caches[group]
+        case _:
+            return Work(0, 0)
     seen = _visible(cache, range(size.context - size.tokens, size.context))
     read = min(size.context, cache.window + size.tokens - 1) if cache.window else size.context
-    flops = 2 * size.batch * seen * int(heads.value) * (cache.key_dim + cache.value_dim)
+    flops = 2 * size.batch * seen * int(heads) * (cache.key_dim + cache.value_dim)
     return Work(size.batch * read * cache.page_bytes // cache.page_tokens, flops)
 
 

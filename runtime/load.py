@@ -162,11 +162,6 @@ def _launch_problems(plan: Plan, launch: Launch) -> Iterable[str]:
                 yield f"{launch.kernel} reads a cache that is not there"
 
 
-def plan_hash(directory: Path | str) -> str:
-    """SHA-256 of a plan's plan.json, which names every other file by its hash: two plans with the same are the same."""
-    return hashlib.sha256((Path(directory) / "plan.json").read_bytes()).hexdigest()
-
-
 def verify_file(root: Path, file: str, sha256: str) -> None:
     """Raises UserError if the file's content is not what the plan was made with."""
     try:

@@ -92,14 +92,14 @@ def command(
     else:
         from .text import print_inspection
 
-        print_inspection(inspection, every_launch)
+        print_inspection(found, inspection, every_launch)
     return 0
 
 
 def _profile(directory: Path, plan: Plan, file: Path | None, size: StepSize) -> Profile | None:
     if file is None:
         return None
-    profile = read_profile(file, directory)
+    profile = read_profile(file, directory, plan)
     if len(profile.launches) != len(profile.size.bucket(plan).launches):
         raise UserError(f"{file} was edited: it has no time for every launch; measure again")
     if size not in (StepSize(), profile.size):

@@ -45,8 +45,8 @@ def compare(before: Plan, after: Plan, machine: Machine, size: StepSize) -> list
         if section == "launches":
             changes += _kernel_changes(before.kernels, after.kernels)
     if not changes:
-        fields = [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
-        changes = [Change("details", name, "one way", "another way") for name in fields]
+        fields = (name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name))
+        changes = [Change("details", name, "one way", "another way") for name in fields if name != "digest"]
     return changes
 
 
@@ -102,7 +102,7 @@ def _prefixed(groups: Iterable[tuple[str, Facts]]) -> Facts:
 def _scalars(record: msgspec.Struct) -> Facts:
     """The fields of a record that hold no records."""
     fields = msgspec.structs.asdict(record).items()
-    return {name: _scalar(value) for name, value in fields if _is_plain(value)}
+    return {name: _scalar(value) for name, value in fields if _is_plain(value) and name != "digest"}
 
 
 def _flat(record: msgspec.Struct) -> Facts:

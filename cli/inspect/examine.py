@@ -11,6 +11,7 @@ from ...kernels_templates.catalog import KernelSpec
 from ...runtime.plan import CacheResource, Choice, Kernel, Library, MemoryPlan, Model, PassReport, Plan
 from ...runtime.tuning import Race, Tuning
 from ..profile import Profile
+from ..requirements import Requirements, requirements
 from ..roofline import Machine
 from ..workload import StepSize, work
 from .layers import without_layer
@@ -121,6 +122,8 @@ class Inspection(msgspec.Struct, frozen=True):
     weights: list[WeightSum]
     caches: list[CacheSum]
     kv_bytes_per_token: float
+    requirements: Requirements
+    """What a machine must have, and what this one has."""
 
     @property
     def time(self) -> float:
@@ -163,6 +166,7 @@ def examine(
         weights=_weights(plan),
         caches=[_cache(cache) for cache in plan.caches],
         kv_bytes_per_token=plan.kv_bytes_per_token,
+        requirements=requirements(plan),
     )
 
 

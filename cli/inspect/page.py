@@ -15,6 +15,7 @@ from ...kernels_templates.catalog import ArgSpec
 from ...kernels_templates.registry import FAMILIES
 from ...runtime.plan import ArenaArg, Arg, Buffer, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
 from ..profile import Profile
+from ..requirements import sentences
 from ..units import duration, size
 from ..workload import named_args
 from .examine import Inspection, params_text
@@ -50,7 +51,7 @@ def render_page(plan: Plan, inspection: Inspection, profile: Profile | None) -> 
             colors=_colors(inspection),
             kinds=_weight_kinds(plan),
             live=max(live, default=0),
-            balance=inspection.machine.arithmetic / inspection.machine.bandwidth,
+            needs=list(sentences(inspection.requirements, plan)),
             json=_script_json(_script_data(plan, inspection, program, live)),
         )
     )

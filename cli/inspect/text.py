@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ...runtime.plan import Buffer
+from ...runtime.plan import Buffer, Plan
 from ..console import report_console
+from ..requirements import sentences
+from ..units import duration
 from .examine import Inspection, KernelReport, LaunchReport, OpSum, params_text
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 _MAP_ROWS, _MAP_COLUMNS = 12, 72
 
 
-def print_inspection(data: Inspection, every_launch: bool) -> None:
+def print_inspection(plan: Plan, data: Inspection, every_launch: bool) -> None:
     """Print it; with `every_launch` every launch instead of sums over layers."""
     console, model = report_console(), data.model
     console.print(
@@ -27,6 +29,9 @@ def print_inspection(data: Inspection, every_launch: bool) -> None:
     _print_passes(console, data)
     _print_launches(console, data, every_launch)
     _print_memory(console, data)
+    for sentence in sentences(data.requirements, plan):
+        console.print(f"needs {sentence}")
+    _print_map(console, data)
     _print_kernels(console, data)
 
 
@@ -95,6 +100,10 @@ def _print_memory(console: Console, data: Inspection) -> None:
         name = f"  {cache.layers} layers {cache.dtype}{window}"
         table.add_row(name, _mib(1000 * cache.bytes_per_token), f"pages of {cache.page_tokens} tokens")
     console.print(table)
+
+
+def _print_map(console: Console, data: Inspection) -> None:
+    memory = data.memory
     if memory.buffers:
         console.print("\n[bold]Activations[/]  [dim]bytes down, launches across[/]")
         console.print(memory_map(memory.buffers, memory.arena))
@@ -141,6 +150,7 @@ def describe_code(kernel: KernelReport) -> str:
     lines = []
     for choice in kernel.choices:
         raced = next((race for race in kernel.races if (race.isa, race.rows) == (choice.isa, choice.rows)), None)
-        times = ", ".join(f"{name} {seconds * 1e6:.1f} µs" for name, seconds in raced.seconds.items()) if raced else ""
-        lines.append(f"{choice.isa} {choice.rows} rows: {choice.generator}{f' ({times})' if times else ''}")
+        times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in raced.seconds.items()) if raced else ""
+        rows = f"{choice.rows} row{'s' if choice.rows > 1 else ''}"
+        lines.append(f"{choice.isa}, up to {rows}: {choice.generator}{f' ({times})' if times else ''}")
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from toolkit.cli.profile import LaunchTime, Profile
 from toolkit.cli.roofline import Machine
 from toolkit.cli.units import duration, size
 from toolkit.cli.workload import StepSize, work
-from toolkit.runtime.load import plan_hash, read_plan
+from toolkit.runtime.load import read_plan
 from toolkit.runtime.plan import ArenaArg, Plan
 
 MACHINE = Machine(bandwidth=20e9, arithmetic=100e9, integer=400e9)
@@ -88,7 +88,7 @@ def measured(smollm2_plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Ma
         seconds = 2 * max(MACHINE.seconds(need)) + 1e-6
         times.append(LaunchTime(launch.op, launch.kernel, seconds, 0.75, need.bytes, need.flops))
     total = sum(each.seconds for each in times)
-    profile = Profile("plan", plan_hash(smollm2_plan), "x86-64-v3", 2, MACHINE, step, 9, total, tuple(times))
+    profile = Profile("plan", plan.content_digest, "x86-64-v3", 2, MACHINE, step, 9, total, tuple(times))
     (folder / "step.json").write_bytes(msgspec.json.encode(profile))
     arguments = [str(smollm2_plan), "--profile", str(folder / "step.json"), "--html", str(folder / "page.html")]
     assert main.run(["inspect", *arguments]) == 0

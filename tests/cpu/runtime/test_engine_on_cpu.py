@@ -225,4 +225,4 @@ def test_a_profile_times_every_launch(case: Case, tmp_path: Path) -> None:
     assert sum(each.flops for each in found.launches) > 6 * sum(launch.flops for launch in launches[:-3])
     file = tmp_path / "step.json"
     file.write_bytes(msgspec.json.encode(found))
-    assert read_profile(file, case.directory) == found
+    assert read_profile(file, case.directory, case.plan) == found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -26,8 +27,9 @@ from toolkit.cli.inspect.text import describe_code, memory_map
 from toolkit.cli.profile import LaunchTime, Profile
 from toolkit.cli.roofline import Machine
 from toolkit.cli.workload import StepSize, work
+from toolkit.compiler.emit import write_plan
 from toolkit.runtime.encodings import Q4_0
-from toolkit.runtime.load import plan_hash, read_plan
+from toolkit.runtime.load import read_plan
 from toolkit.runtime.plan import Buffer, Choice, Kernel, PassReport, Plan, TuningFile, WeightEntry
 from toolkit.runtime.tuning import Race, Tuning, encode_tuning
 
@@ -43,7 +45,7 @@ def made_profile(directory: Path, size: StepSize) -> Profile:
         for index, launch in enumerate(size.bucket(plan).launches)
     )
     seconds = sum(launch.seconds for launch in launches)
-    return Profile("plan", plan_hash(directory), "x86-64-v3", 2, MACHINE, size, 5, seconds, launches)
+    return Profile("plan", plan.content_digest, "x86-64-v3", 2, MACHINE, size, 5, seconds, launches)
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -103,14 +105,9 @@ def tuned_plan(directory: Path) -> Plan:
     data = encode_tuning(Tuning("toolkit-tuning", 1, 0, "a CPU", 2, {"c++": "13"}, races))
     (directory / "tuning.json").write_bytes(data)
     kernel = msgspec.structs.replace(plan.kernels[name], shape=shape, choices=choices)
-    from hashlib import sha256
-
-    file = TuningFile("tuning.json", len(data), sha256(data).hexdigest())
-    return write_plan(directory, msgspec.structs.replace(plan, kernels={**plan.kernels, name: kernel}, tuning=file))
-
-
-def write_plan(directory: Path, plan: Plan) -> Plan:
-    (directory / "plan.json").write_bytes(msgspec.json.encode(plan))
+    file = TuningFile("tuning.json", len(data), hashlib.sha256(data).hexdigest())
+    plan = msgspec.structs.replace(plan, kernels={**plan.kernels, name: kernel}, tuning=file)
+    write_plan(plan, directory)
     return plan
 
 
@@ -122,11 +119,27 @@ def test_the_races_of_a_kernel_are_told(llama_plan: Path, tmp_path: Path, capsys
     assert [race["seconds"] for race in kernels[0]["races"]] == [{"cpp": 3e-6, "tvm": 2e-6}, {"cpp": 1e-4, "tvm": 2e-4}]
     assert main.run(["inspect", str(tmp_path / "plan")]) == 0
     text = capsys.readouterr().out
-    assert "x86-64-v3 1 rows: tvm (cpp 3.0 µs, tvm 2.0 µs)" in text
-    assert "x86-64-v3 512 rows: cpp (cpp 100.0 µs, tvm 200.0 µs)" in text
+    assert "x86-64-v3, up to 1 row: tvm (cpp 3 µs, tvm 2 µs)" in text
+    assert "x86-64-v3, up to 512 rows: cpp (cpp 100 µs, tvm 200 µs)" in text
     without = examine(plan, MACHINE, StepSize())
     assert {describe_code(each) for each in without.kernels if not each.choices} == {"C++"}
-    assert "x86-64-v3 1 rows: tvm\nx86-64-v3 512 rows: cpp" in {describe_code(each) for each in without.kernels}
+    assert "x86-64-v3, up to 1 row: tvm\nx86-64-v3, up to 512 rows: cpp" in {
+        describe_code(each) for each in without.kernels
+    }
+
+
+def test_a_plan_of_another_catalog_can_still_be_seen(llama_plan: Path) -> None:
+    """Kernels that this version has no longer, or with other arguments, have no names of arguments."""
+    plan = read_plan(llama_plan)
+    kernels = {name: msgspec.structs.replace(kernel, params={}) for name, kernel in plan.kernels.items()}
+    first = next(iter(kernels))
+    kernels[first] = msgspec.structs.replace(kernels[first], family="forgotten")
+    plan = msgspec.structs.replace(plan, kernels=kernels)
+    found = examine(plan, MACHINE, StepSize())
+    assert [each.bytes for each in found.launches if "lm_head" in each.op] == [
+        launch.bytes for launch in plan.buckets[0].launches if "lm_head" in launch.op
+    ]
+    assert [] in [kernel["args"] for kernel in page_data(render_page(plan, found, None))["kernels"]]
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from toolkit.cli.profile import Profile, make_step, read_profile
 from toolkit.cli.roofline import Machine
 from toolkit.cli.workload import StepSize
 from toolkit.runtime.errors import UserError
-from toolkit.runtime.load import plan_hash
+from toolkit.runtime.load import read_plan
 from toolkit.runtime.prompt import Prompts
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
@@ -108,17 +108,19 @@ def test_kernels_need_a_plan_and_a_step_it_can_run(tmp_path: Path, capsys: pytes
 
 
 def test_profiles_of_other_plans_are_refused(llama_plan: Path, gemma_plan: Path, tmp_path: Path) -> None:
-    made = Profile("plan", plan_hash(llama_plan), "x86-64-v3", 1, Machine(1, 1, 1), StepSize(), 1, 1e-6, ())
+    made = Profile(
+        "plan", read_plan(llama_plan).content_digest, "x86-64-v3", 1, Machine(1, 1, 1), StepSize(), 1, 1e-6, ()
+    )
     file = tmp_path / "step.json"
     file.write_bytes(msgspec.json.encode(made))
-    assert read_profile(file, llama_plan) == made
+    assert read_profile(file, llama_plan, read_plan(llama_plan)) == made
     for path, plan, reason in (
         (file, gemma_plan, "another plan"),
         (llama_plan / "plan.json", llama_plan, "is no profile"),
         (tmp_path / "absent", llama_plan, "No such file"),
     ):
         with pytest.raises(UserError, match=reason) as caught:
-            read_profile(path, plan)
+            read_profile(path, plan, read_plan(plan))
         assert f"make one with `toolkit bench kernels {plan} --json > step.json`" in str(caught.value)
 
 
