@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import click
 import msgspec
 from rich.console import Console
 
 from ..runtime.load import read_plan
-from ..runtime.plan import Plan
+from ..runtime.plan import KvDType, Plan
 from .driver import OPTIMIZE
 from .driver import compile as compile_model
 from .progress import Phases, TerminalPhases
@@ -54,6 +55,13 @@ class Summary(msgspec.Struct, frozen=True):
 @click.option(
     "--dtype", default="auto", show_default=True, help="auto (the checkpoint's), float32, bfloat16 or float16."
 )
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", *get_args(KvDType)]),
+    default="auto",
+    show_default=True,
+    help="How the K/V cache is stored; int8 holds about twice the tokens of float16, which is usual.",
+)
 @click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64]")
 @click.option("--max-context", type=int, help="Most tokens of a sequence.  [default: the model's, at most 8192]")
 @click.option("--weights", metavar="random[:SEED]", help="Random weights: MODEL needs only a config.json.")
@@ -76,6 +84,7 @@ def command(
     output: Path | None,
     quant: str,
     dtype: str,
+    kv_cache_dtype: str,
     max_batch: int | None,
     max_context: int | None,
     weights: str | None,
@@ -104,6 +113,7 @@ def command(
             output=output,
             quant=quant,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             max_batch=max_batch,
             max_context=max_context,
             weights=weights,

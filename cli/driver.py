@@ -13,7 +13,7 @@ from ..compiler.ir import Graph
 from ..compiler.op_spec import int_attr
 from ..compiler.program import Program
 from ..compiler.shapes import Bounds, largest
-from ..compiler.targets import Target, parse_targets
+from ..compiler.targets import Target, parse_kv_dtype, parse_targets
 from ..runtime.debug import debug
 from ..runtime.errors import UserError
 from ..runtime.plan import Model, PassReport, Report, RopeChanges
@@ -34,6 +34,7 @@ def compile(
     output: str | Path | None = None,
     quant: str = "keep",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     max_batch: int | None = None,
     max_context: int | None = None,
     weights: str | None = None,
@@ -46,12 +47,13 @@ def compile(
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
 
     `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `dtype` is auto, float32,
-    bfloat16 or float16; `weights` "random" or "random:SEED" for a model without a checkpoint; `optimize` the level of
-    `passes.pipelines`; `check` has every pass checked by the interpreter; `dump_ir` is a directory that gets the graph
-    after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
-    one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
+    bfloat16 or float16, and `kv_cache_dtype` one of those or int8; `weights` "random" or "random:SEED" for a model
+    without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the interpreter;
+    `dump_ir` is a directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the
+    current directory. An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises
+    UserError for what can't be used.
     """
-    chosen, seed = _one_target(target), _random_seed(weights)
+    chosen, seed, wanted_kv = _one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
     if output is not None:
         check_output(Path(output), force=force)
     phases = progress or Phases()
@@ -87,7 +89,7 @@ def compile(
             fused, reports = run_passes(captured, passes, check=check, dump=dump, progress=phases.advance)
         with phases.phase("Lower"):
             resolved = resolve_encodings(fused, opened.weights)
-            kv_dtype = chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
+            kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
             program = make_program(resolved, chosen, bounds, kv_dtype)
             lowered = program.lowered
         with phases.phase("Kernels"):

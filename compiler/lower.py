@@ -14,14 +14,14 @@ from math import prod
 from ..kernels_templates.catalog import ParamValue
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
-from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg
+from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
 from .ir import Graph, Op, Value
 from .lowered import Argument, Lowered, place_barriers
 from .lowering import FLOAT_BYTES, Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
 from .op_spec import bool_attr, float_attr, int_attr, str_attr
 from .ops import OPS
 from .shapes import Shape, Sym, product
-from .targets import FloatDType, Target
+from .targets import Target
 
 Rule = Callable[[Lowering, Op], None]
 
@@ -31,7 +31,7 @@ MAX_POINTWISE = 8
 """Inputs of a pointwise kernel."""
 
 
-def lower(graph: Graph, target: Target, kv_dtype: FloatDType) -> Lowered:
+def lower(graph: Graph, target: Target, kv_dtype: KvDType) -> Lowered:
     """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches.
 
     Raises UserError naming every op that the target has no kernel for.

@@ -12,12 +12,12 @@ from ..kernels_templates.registry import FAMILIES
 from ..kernels_templates.render import arguments
 from ..runtime.encodings import FLOAT32, Encoding
 from ..runtime.errors import InternalError
-from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, WeightArg
+from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, KvDType, WeightArg
 from .ir import Graph, Op, Param, Value
 from .lowered import Argument, Call, View, VirtualBuffer, Weight
 from .op_spec import divide
 from .shapes import Dim, Sym, largest, product
-from .targets import FloatDType, Target
+from .targets import Target
 
 FLOAT_BYTES = 4
 
@@ -51,7 +51,7 @@ Place = Rows | InputArg | WeightArg | CacheArg
 class Lowering:
     """Lowers one graph: rules ask it where inputs are, and tell it which kernels to call."""
 
-    def __init__(self, graph: Graph, target: Target, kv_dtype: FloatDType) -> None:
+    def __init__(self, graph: Graph, target: Target, kv_dtype: KvDType) -> None:
         self.target = target
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
@@ -347,7 +347,7 @@ def weight_bytes(weight: Weight) -> int:
     return layout_bytes(weight.layout, encoding, weight_shape(weight))
 
 
-def group_caches(graph: Graph, target: Target, dtype: FloatDType) -> tuple[CacheResource, ...]:
+def group_caches(graph: Graph, target: Target, dtype: KvDType) -> tuple[CacheResource, ...]:
     """Cache groups: layers of the same shape and window share one."""
     layers: dict[tuple[int, int, int, int], list[int]] = {}
     for cache in sorted(graph.caches, key=lambda cache: cache.layer):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..runtime.plan import ArenaArg, Bucket, Buffer, Launch
+from ..runtime.plan import ArenaArg, Bucket, Buffer, KvDType, Launch
 from .ir import Graph
 from .lower import lower
 from .lowered import Call, Lowered, View
 from .memory import arena_bytes, lifetimes, plan_memory
 from .memory_check import check_memory
 from .shapes import Bounds
-from .targets import FloatDType, Target
+from .targets import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Program:
         return arena_bytes(self.buffers)
 
 
-def make_program(graph: Graph, target: Target, bounds: Bounds, kv_dtype: FloatDType) -> Program:
+def make_program(graph: Graph, target: Target, bounds: Bounds, kv_dtype: KvDType) -> Program:
     """Lower a fused graph with resolved encodings, plan its memory and check the plan.
 
     Raises UserError naming every op that the target has no kernel for.

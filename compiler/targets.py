@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..runtime.errors import UserError
-from ..runtime.plan import IsaName
+from ..runtime.plan import IsaName, KvDType
 from .shapes import Bounds
 
 FloatDType = Literal["float32", "float16", "bfloat16"]
@@ -28,8 +28,9 @@ class Target:
     default_batch: int = 64
     default_context: int = 8192
 
-    def kv_dtype(self, dtype: FloatDType, *, quantized: bool) -> FloatDType:
-        """How K/V caches are stored: exactly for float32 models that are not quantized, else in half the bytes."""
+    def kv_dtype(self, dtype: FloatDType, *, quantized: bool) -> KvDType:
+        """How K/V caches are stored unless the user says: exactly for float32 models that are not quantized, else in
+        half the bytes."""
         return "float32" if dtype == "float32" and not quantized else "float16"
 
     def bounds(self, model_context: int, max_batch: int | None = None, max_context: int | None = None) -> Bounds:
@@ -51,6 +52,14 @@ class Target:
             max_rows=max(batch, self.min_rows),
             max_context=context,
         )
+
+
+def parse_kv_dtype(text: str) -> KvDType | None:
+    """The `--kv-cache-dtype` that the user chose, or None for `auto`. Raises UserError for anything else."""
+    found = next((dtype for dtype in get_args(KvDType) if dtype == text), None)
+    if found is None and text != "auto":
+        raise UserError(f"--kv-cache-dtype must be auto, {', '.join(get_args(KvDType))}, found {text!r}")
+    return found
 
 
 CPU = Target("cpu", isas=("x86-64-v3", "x86-64-v4"))

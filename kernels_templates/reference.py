@@ -4,6 +4,7 @@ A *page* of one layer holds `page_tokens` tokens, a multiple of 16, in the layou
 
     keys    [kv_heads][page_tokens / 16][key_dim][16]     a panel of 16 tokens, column by column
     values  [kv_heads][page_tokens][value_dim]
+    scales  [2][kv_heads][page_tokens]                    float16, of keys, then of values: in int8 caches alone
 
 Keys lie column by column so that 16 scores are computed together, without sums across a vector. Token t of a page is
 lane t % 16 of panel t / 16. A slot is `page * page_tokens + t`; page 0 is the trash page, which is never read.
@@ -12,13 +13,14 @@ lane t % 16 of panel t / 16. A slot is `page * page_tokens + t`; page 0 is the t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..runtime.plan import KvDType
+
 Array = npt.NDArray[Any]
-KvDType = Literal["float32", "float16", "bfloat16"]
 
 PANEL = 16
 """Tokens of a panel of keys."""
@@ -27,6 +29,7 @@ _STORAGE: dict[KvDType, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.int8),
 }
 
 
@@ -34,11 +37,24 @@ def page_bytes(heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype
     """Bytes of a page of one layer. Raises ValueError unless `page_tokens` is a multiple of 16."""
     if page_tokens <= 0 or page_tokens % PANEL:
         raise ValueError(f"page_tokens must be a multiple of {PANEL}, found {page_tokens}")
-    return heads * page_tokens * (key_dim + value_dim) * _STORAGE[dtype].itemsize
+    numbers = heads * page_tokens * (key_dim + value_dim) * _STORAGE[dtype].itemsize
+    return numbers + (2 * heads * page_tokens * np.dtype(np.float16).itemsize if dtype == "int8" else 0)
+
+
+def store_scales(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
+    """The scales [..] of vectors x[.., dim] in an int8 cache."""
+    with np.errstate(over="ignore"):
+        scales: npt.NDArray[np.float16] = (np.abs(x).max(axis=-1) / np.float32(127)).astype(np.float16)
+    return scales
 
 
 def store(x: npt.NDArray[np.float32], dtype: KvDType) -> Array:
-    """Floats in a cache's dtype, rounded to nearest even; bfloat16 as uint16 bit patterns."""
+    """Vectors x[.., dim] as numbers of a cache, rounded to nearest even; bfloat16 as uint16 bit patterns."""
+    if dtype == "int8":
+        scales = store_scales(x).astype(np.float32)[..., None]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            codes = np.clip(np.rint(x / scales), -127, 127)
+        return np.where(scales > 0, np.nan_to_num(codes), 0).astype(np.int8)
     if dtype != "bfloat16":
         return x.astype(_STORAGE[dtype])
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -47,7 +63,7 @@ def store(x: npt.NDArray[np.float32], dtype: KvDType) -> Array:
 
 
 def restore(x: Array, dtype: KvDType) -> npt.NDArray[np.float32]:
-    """The floats that `store` kept."""
+    """The floats that `store` kept; those of an int8 cache are still without their scales."""
     if dtype != "bfloat16":
         return x.astype(np.float32)
     return (x.astype(np.uint32) << 16).view(np.float32)
@@ -80,21 +96,37 @@ class PagedCache:
     @property
     def values(self) -> Array:
         """A view [pages, heads, page_tokens, value_dim]."""
-        width = self.heads * self.page_tokens * self.key_dim
+        start = self.heads * self.page_tokens * self.key_dim
         shape = (-1, self.heads, self.page_tokens, self.value_dim)
-        return self.data.view(_STORAGE[self.dtype])[:, width:].reshape(shape)
+        end = start + self.heads * self.page_tokens * self.value_dim
+        return self.data.view(_STORAGE[self.dtype])[:, start:end].reshape(shape)
+
+    @property
+    def scales(self) -> npt.NDArray[np.float16]:
+        """A view [pages, 2, heads, page_tokens] of an int8 cache: scales of keys, then of values."""
+        start = self.heads * self.page_tokens * (self.key_dim + self.value_dim)
+        view: npt.NDArray[np.float16] = self.data[:, start:].view(np.float16)
+        return view.reshape(-1, 2, self.heads, self.page_tokens)
 
     def write(self, k: npt.NDArray[np.float32], v: npt.NDArray[np.float32], slots: Array) -> None:
         """The meaning of `kv_write`: k[T, heads, key_dim] and v[T, heads, value_dim] go to slots[T]."""
         pages, tokens = slots // self.page_tokens, slots % self.page_tokens
         self.keys[pages, :, tokens // PANEL, :, tokens % PANEL] = store(k, self.dtype)
         self.values[pages, :, tokens] = store(v, self.dtype)
+        if self.dtype == "int8":
+            for which, x in enumerate((k, v)):
+                self.scales[pages, which, :, tokens] = store_scales(x)
 
     def read(self, pages: Array, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Keys [length, heads, key_dim] and values [length, heads, value_dim] of a sequence with these pages."""
         k = self.keys[pages].transpose(0, 2, 4, 1, 3).reshape(-1, self.heads, self.key_dim)[:length]
         v = self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
-        return restore(k, self.dtype), restore(v, self.dtype)
+        keys, values = restore(k, self.dtype), restore(v, self.dtype)
+        if self.dtype == "int8":
+            scales = self.scales[pages].transpose(1, 0, 3, 2).reshape(2, -1, self.heads, 1)[:, :length]
+            with np.errstate(invalid="ignore"):
+                keys, values = keys * scales[0], values * scales[1]
+        return keys, values
 
 
 def attention(

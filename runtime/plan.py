@@ -20,6 +20,8 @@ MAJOR, MINOR = 1, 1
 
 Generator = Literal["cpp", "tvm"]
 """What wrote a kernel's machine code: a C++ template, or TVM."""
+KvDType = Literal["float32", "float16", "bfloat16", "int8"]
+"""Numbers of a K/V cache; int8 has a float16 scale for each token and head."""
 IsaName = Literal["x86-64-v3", "x86-64-v4"]
 """Instruction set levels of x86-64, as its psABI names them."""
 
@@ -236,7 +238,7 @@ class CacheResource(_Record, frozen=True):
     heads: int
     key_dim: int
     value_dim: int
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: KvDType
     layout: str
     window: int = 0
     """0: every token is kept; else only the last `window` are read, and pages behind them may be freed."""

@@ -5,9 +5,12 @@ Activations are float32 and row-major. Any number of threads may share a call; n
 
 from __future__ import annotations
 
+from typing import get_args
+
+from ...runtime.plan import KvDType
 from ..catalog import ArgSpec, Family, ParamValue
 
-KV_DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = get_args(KvDType)
 BOOLS = (False, True)
 ANY: tuple[ParamValue, ...] = ()
 POINTWISE_INPUTS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.packing import q8_row_bytes
-from toolkit.kernels_templates.reference import KvDType, PagedCache, attention, restore, store
-from toolkit.runtime.plan import IsaName
+from toolkit.kernels_templates.reference import PagedCache, attention, page_bytes, restore, store
+from toolkit.runtime.plan import IsaName, KvDType
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -149,11 +149,14 @@ SHAPES = {
     "latent": Shape(6, 2, 72, 40, dtype="float16", page_tokens=48),
     "sinks": Shape(8, 2, 64, 64, window=100, sinks=True, dtype="bfloat16", q8=True),
     "many heads": Shape(70, 1, 24, 88),
+    "int8": Shape(9, 3, 64, 64, dtype="int8"),
+    "int8 latent": Shape(6, 2, 72, 40, dtype="int8", page_tokens=48, window=100, softcap=5.0),
+    "int8 odd": Shape(5, 1, 20, 11, dtype="int8", page_tokens=32, sinks=True),
     "alibi": Shape(6, 2, 64, 64, slopes=True),
 }
 
 
-NARROW = ("mha", "mqa", "many heads")  # shapes whose paths another shape walks on wide vectors
+NARROW = ("mha", "mqa", "many heads", "int8 odd")  # shapes whose paths another shape walks on wide vectors
 CASES = [(name, isa) for name in SHAPES for isa in isas() if isa == "x86-64-v3" or name not in NARROW]
 
 
@@ -166,7 +169,9 @@ def test_decode_and_prefill_match_numpy(name: str, isa: IsaName) -> None:
 
 
 @given(
-    shape=st.sampled_from([SHAPES["smollm"], SHAPES["sinks"], SHAPES["latent"], SHAPES["alibi"]]),
+    shape=st.sampled_from(
+        [SHAPES["smollm"], SHAPES["sinks"], SHAPES["latent"], SHAPES["alibi"], SHAPES["int8 latent"]]
+    ),
     cuts=st.lists(st.integers(1, 149), max_size=4, unique=True),
     threads=st.integers(1, 5),
     neighbor=st.integers(1, 90),
@@ -203,12 +208,13 @@ def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: IsaName) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", get_args(KvDType))
 def test_kv_write(dtype: KvDType, isa: IsaName) -> None:
     rng = np.random.default_rng(1)
     tokens, heads, key_dim, value_dim, page_tokens = 37, 3, 40, 24, 32
     k, v = random_floats(rng, tokens, heads * key_dim + 5), random_floats(rng, tokens, heads * value_dim)
     k[0, 0], v[0, 0], v[1, 1] = np.nan, np.inf, 1e-41
+    k[2, :key_dim], v[3, value_dim : 2 * value_dim], k[4, :key_dim] = 0, 1e-9, random_floats(rng, key_dim, scale=1e-5)
     slots = rng.permutation(5 * page_tokens)[:tokens].astype(np.int32)
     want = PagedCache.empty(5, heads=heads, key_dim=key_dim, value_dim=value_dim, page_tokens=page_tokens, dtype=dtype)
     want.write(k[:, :-5].reshape(tokens, heads, key_dim), v.reshape(tokens, heads, value_dim), slots)
@@ -218,8 +224,41 @@ def test_kv_write(dtype: KvDType, isa: IsaName) -> None:
     kernel(k, v, slots, got.array, tokens, heads, page_tokens, k.shape[1], v.shape[1], threads=3)
     got.check()
     stored = replace(want, data=got.array)
-    np.testing.assert_array_equal(restore(stored.keys, dtype), restore(want.keys, dtype))
-    np.testing.assert_array_equal(restore(stored.values, dtype), restore(want.values, dtype))
+    for mine, theirs in zip(stored.read(np.arange(5), 160), want.read(np.arange(5), 160), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    if dtype != "int8":  # whose NaN are in the scales
+        np.testing.assert_array_equal(restore(stored.keys, dtype), restore(want.keys, dtype))
+        np.testing.assert_array_equal(restore(stored.values, dtype), restore(want.values, dtype))
+
+
+def test_an_int8_cache_is_within_half_a_step_and_half_the_size() -> None:
+    rng = np.random.default_rng(0)
+    k, v = (random_floats(rng, 64, 3, 64, scale=size) for size in (1.0, 40.0))
+    k[:, :, 5] *= 20  # keys have outliers
+    caches = {}
+    for dtype in ("float32", "int8"):
+        cache = PagedCache.empty(4, heads=3, key_dim=64, value_dim=64, page_tokens=16, dtype=dtype)
+        cache.write(k, v, np.arange(64))
+        caches[dtype] = cache
+    for exact, kept in zip(
+        caches["float32"].read(np.arange(4), 64), caches["int8"].read(np.arange(4), 64), strict=True
+    ):
+        step = np.abs(exact).max(axis=2, keepdims=True) / 127
+        assert (np.abs(kept - exact) <= 0.5005 * step).all()
+    half, whole = page_bytes(3, 64, 64, 16, "int8"), page_bytes(3, 64, 64, 16, "float16")
+    assert half == whole * (64 + 2) // 128
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_attention_over_int8_is_close_to_float32(isa: IsaName) -> None:
+    """Against the float64 result over what was written, not over what the cache kept of it."""
+    exact = make_batch(SHAPES["smollm"], [200, 77])
+    rounded = make_batch(SHAPES["int8"], [200, 77])
+    chosen = [(0, 0, 200), (1, 70, 77)]
+    for got, want in zip(rounded.run(isa, chosen), exact.expected(chosen), strict=True):
+        error = np.abs(got - want)
+        assert 1e-6 < error.max() < 0.03
+        assert np.sqrt(np.mean(error**2)) < 0.004
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64))

@@ -14,14 +14,14 @@ from toolkit.compiler.lowering import Unsupported
 from toolkit.compiler.ops import OPS, GraphBuilder
 from toolkit.compiler.program import make_program
 from toolkit.compiler.shapes import Bounds, Sym
-from toolkit.compiler.targets import CPU, FloatDType
+from toolkit.compiler.targets import CPU
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.registry import FAMILIES
 from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.encodings import FLOAT32, Q4_1, Q8_0, Encoding
 from toolkit.runtime.errors import UserError
-from toolkit.runtime.plan import CacheArg, ConstArg, DimArg, InputArg, WeightArg
+from toolkit.runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType, WeightArg
 
 BOUNDS = Bounds(max_tokens=32, max_sequences=4, max_rows=8, max_context=64)
 T, R = Sym("T", 32), Sym("R", 8)
@@ -75,7 +75,7 @@ def llama(encoding: Encoding, layers: int = 2, window: int = 0) -> Graph:
     return build.build(build.op("linear", last, embed, name="logits", source=Source("lm_head")))
 
 
-def checked(graph: Graph, kv_dtype: FloatDType = "float32") -> Lowered:
+def checked(graph: Graph, kv_dtype: KvDType = "float32") -> Lowered:
     """The lowered graph, after its memory plan has passed the checker."""
     return make_program(graph, CPU, BOUNDS, kv_dtype).lowered
 

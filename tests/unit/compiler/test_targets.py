@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.compiler.shapes import Bounds
-from toolkit.compiler.targets import CPU, parse_targets
+from toolkit.compiler.targets import CPU, parse_kv_dtype, parse_targets
 from toolkit.runtime.errors import UserError
 
 
@@ -46,3 +46,10 @@ def test_kv_dtype() -> None:
     assert CPU.kv_dtype("float32", quantized=False) == "float32"
     assert CPU.kv_dtype("float32", quantized=True) == "float16"
     assert CPU.kv_dtype("bfloat16", quantized=False) == "float16"
+
+
+def test_the_users_kv_dtype() -> None:
+    assert parse_kv_dtype("auto") is None
+    assert parse_kv_dtype("int8") == "int8"
+    with pytest.raises(UserError, match="must be auto, float32, float16, bfloat16, int8, found 'fp8'"):
+        parse_kv_dtype("fp8")
