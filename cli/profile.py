@@ -58,7 +58,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     """
     plan = read_plan(directory)
     size = size.of(plan)
-    program = size.bucket(plan).launches
+    program, machine = size.bucket(plan).launches, this_machine()
     device = open_device(directory, plan, options)
     try:
         step = make_step(device, size)
@@ -76,7 +76,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
         digest=plan.content_digest,
         isa=device.isa,
         threads=times.shape[1] - 1,
-        machine=this_machine(),
+        machine=machine.best(this_machine()),
         size=size,
         runs=runs,
         seconds=sum(each.seconds for each in launches),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import msgspec
 import numpy as np
@@ -33,6 +32,14 @@ class Machine(msgspec.Struct, frozen=True):
         """Time to read what a launch needs, and time to compute it."""
         return need.bytes / self.bandwidth, need.flops / (self.integer if need.integer else self.arithmetic)
 
+    def best(self, other: Machine) -> Machine:
+        """The higher of two measurements: what else runs on a machine only lowers them."""
+        return Machine(
+            max(self.bandwidth, other.bandwidth),
+            max(self.arithmetic, other.arithmetic),
+            max(self.integer, other.integer),
+        )
+
 
 def this_machine() -> Machine:
     """This machine, measured in a moment.
@@ -45,7 +52,6 @@ def this_machine() -> Machine:
     return Machine(read_bandwidth(), rate, rate * 4 / (1 if vnni else 3))
 
 
-@cache
 def read_bandwidth() -> float:
     """Bytes a second that all usable cores together read from memory, measured in a fraction of a second."""
     threads = usable_cores()
@@ -61,7 +67,6 @@ def _timed(pool: ThreadPoolExecutor, parts: list[np.ndarray[tuple[int], np.dtype
     return time.perf_counter() - began
 
 
-@cache
 def arithmetic_rate() -> float:
     """Float32 operations a second of all usable cores: a small matrix product's on one core, times their number."""
     matrix = np.ones((_SIDE, _SIDE), np.float32)

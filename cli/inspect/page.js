@@ -177,12 +177,16 @@
 
   // --- pictures that can be zoomed ------------------------------------------------------------------------------------
 
-  function zoomable(id, height, columns, content, axis) {
+  // A picture of `height` by `columns` with a part of its width in view. `axis` gives labels below it; `names` those
+  // inside, [left, right, top, bottom, text] with shares of the width and of the height, shown where they have room;
+  // `fit` says how much of the height the part between two shares of the width needs.
+  function zoomable(id, {height, columns, content, axis, names, fit = () => height}) {
     const box = byId(id), inner = make("div"), ticks = make("div", {class: "axis", "aria-hidden": "true"});
-    const picture = draw("svg", {viewBox: `0 0 ${columns} ${height}`, height, preserveAspectRatio: "none"}, ...content);
-    inner.append(picture, ticks);
+    const tags = make("div", {class: "tags", "aria-hidden": "true"});
+    const picture = draw("svg", {height, preserveAspectRatio: "none"}, ...content);
+    inner.append(picture, tags, ticks);
     box.append(inner);
-    let zoom = 1;
+    let zoom = 1, tall = 0;
     function apply(factor, center) {
       const at = center ?? (box.scrollLeft + box.clientWidth / 2) / inner.clientWidth;
       zoom = Math.min(400, Math.max(1, factor));
@@ -190,16 +194,32 @@
       box.classList.toggle("dense", inner.clientWidth < 3 * launches.length);
       ticks.replaceChildren(...labels(axis(inner.clientWidth), inner.clientWidth));
       box.scrollLeft = at * inner.clientWidth - box.clientWidth / 2;
+      tall = 0;
+      look();
+    }
+    function look() {
+      const pixels = inner.clientWidth, needed = fit(box.scrollLeft / pixels, (box.scrollLeft + box.clientWidth) / pixels);
+      if (needed === tall) return;
+      tall = needed;
+      picture.setAttribute("viewBox", `0 0 ${columns} ${tall}`);
+      const scale = height / tall;
+      tags.replaceChildren(...names
+        .filter(([left, right, top, bottom, text]) =>
+          (right - left) * pixels > 12 + 6.5 * text.length && (bottom - top) * scale >= 16 && top < tall)
+        .map(([left, , top, bottom, text]) =>
+          make("span", {style: `left:${100 * left}%;top:${(scale * (top + bottom)) / 2}px`}, text)));
     }
     const button = (text, label, action) => make("button", {type: "button", "aria-label": label, title: label, onclick: action}, text);
     document.querySelector(`.zoom[data-for=${id}]`).append(
       button("−", "Zoom out", () => apply(zoom / 2)),
       button("+", "Zoom in", () => apply(zoom * 2)),
       button("layer", "Zoom to the selected layer", () => {
-        const [start, end] = spanOf(id, (launches[selected ?? 0].place.part.launches[launches[selected ?? 0].place.at]));
+        const {part, at} = launches[selected ?? 0].place;
+        const [start, end] = spanOf(id, part.launches[at]);
         apply(0.9 / Math.max(1e-6, end - start), (start + end) / 2);
       }),
       button("all", "Show all", () => apply(1)));
+    box.addEventListener("scroll", look);
     box.addEventListener("keydown", (event) => {
       const last = launches.length - 1, now = selected ?? -1;
       const next = {ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: last}[event.key];
@@ -256,10 +276,13 @@
       }
     }
     const mark = draw("rect", {class: "mark", y: 13, height: 54, width: 0});
-    const height = measured ? 100 : 68;
-    const view = zoomable("timeline", height, WIDE, [...content, mark], (pixels) => {
-      const step = niceStep((total * 90) / pixels);
-      return Array.from({length: Math.floor(total / step) + 1}, (_, at) => [(at * step) / total, duration(at * step)]);
+    const view = zoomable("timeline", {
+      height: measured ? 100 : 68, columns: WIDE, content: [...content, mark],
+      axis: (pixels) => {
+        const step = niceStep((total * 90) / pixels);
+        return Array.from({length: Math.floor(total / step) + 1}, (_, at) => [(at * step) / total, duration(at * step)]);
+      },
+      names: launches.map((launch) => [...spanOf("timeline", [launch.index]), 14, 66, title(launch)]),
     });
     return (launch) => {
       mark.setAttribute("x", launch ? x(starts[launch.index]) : 0);
@@ -301,8 +324,18 @@
     const cursor = draw("rect", {class: "cursor", y: 0, height: HIGH, width: 0});
     const line = data.live.flatMap((bytes, at) => [`${at},${y(bytes)}`, `${at + 1},${y(bytes)}`]).join(" ");
     content.push(cursor, draw("polyline", {class: "live", points: line}));
-    const view = zoomable("arena", HIGH, launches.length, content, () =>
-      layerSpans().map(([name, members]) => [members[0] / launches.length, name]));
+    const count = launches.length;
+    const view = zoomable("arena", {
+      height: HIGH, columns: count, content,
+      axis: () => layerSpans().map(([name, members]) => [members[0] / count, name]),
+      names: buffers.map(({value, offset, bytes, first, last}) => [first / count, (last + 1) / count, y(offset), y(offset + bytes), value]),
+      fit: (left, right) => {
+        const seen = buffers.filter(({first, last}) => first < right * count && last + 1 > left * count);
+        const end = Math.max(1, ...seen.map(({offset, bytes}) => offset + bytes));
+        byId("arena-range").textContent = `0 to ${size(end)} of the arena`;
+        return y(end);
+      },
+    });
     return (launch) => {
       for (const shape of shapes.values()) shape.classList.remove("touched");
       for (const arg of launch?.args ?? []) if (arg[0] === "arena") shapes.get(arg[1])?.classList.add("touched");

@@ -152,6 +152,8 @@ def test_the_head_has_the_plans_figures(opened: Any, estimated: Made) -> None:
     }
     assert {name: view.text(f"#{name}") for name in expected} == expected
     assert f"{plan.report.captured_ops} ops captured" in view.text("#top")
+    assert all(version in view.text("#top") for version in plan.report.versions.values())
+    assert f"{size(data.requirements.memory)} of memory for one sequence" in view.text("#needs")
 
 
 def test_everything_in_the_plan_is_drawn_once(opened: Any, estimated: Made) -> None:
@@ -270,6 +272,7 @@ def test_pictures_zoom_and_say_what_is_under_the_pointer(opened: Any, estimated:
     page.locator(".zoom[data-for=timeline]").get_by_role("button", name="Zoom in").click()
     assert inner.evaluate("(each) => each.clientWidth") == pytest.approx(2 * before, abs=2)
     page.locator(".zoom[data-for=timeline]").get_by_role("button", name="Show all").click()
+    assert inner.evaluate("(each) => each.clientWidth") == before
     page.locator("#timeline rect.fill").last.scroll_into_view_if_needed()
     box = page.locator("#timeline").bounding_box()
     assert box is not None
@@ -277,6 +280,17 @@ def test_pictures_zoom_and_say_what_is_under_the_pointer(opened: Any, estimated:
     expect(page.locator("#tip")).to_contain_text("of the step")
     page.mouse.move(box["x"], box["y"] - 80)
     expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_a_layer_can_be_looked_at_closely(opened: Any, estimated: Made) -> None:
+    view, memory = opened(estimated, part="#launch-20"), estimated.plan.memory
+    assert view.text("#arena-range") == f"0 to {size(memory.arena)} of the arena"
+    for name in ("timeline", "arena"):
+        view.page.locator(f".zoom[data-for={name}]").get_by_role("button", name="Zoom to the selected layer").click()
+    expect(view.page.locator("#timeline .tags span", has_text="gate_proj + up_proj").first).to_be_visible()
+    shown = set(view.page.locator("#arena .tags span").all_inner_texts())
+    assert len(shown & {buffer.value for buffer in memory.buffers}) > 3
+    assert view.text("#arena-range") != f"0 to {size(memory.arena)} of the arena"
 
 
 def test_weights_can_be_searched(opened: Any, estimated: Made) -> None:
