@@ -74,6 +74,14 @@ class Summary(msgspec.Struct, frozen=True):
     help="How much to optimize: 0 only what is needed, 1 simplify, 2 fuse.",
 )
 @click.option("--check", is_flag=True, help="Check every pass: interpret the graph before and after it.")
+@click.option(
+    "--generator",
+    type=click.Choice(["cpp", "tvm", "race"]),
+    help="Whose kernels: cpp, tvm where it has them, or race: the faster ones, timed here.  [default: cpp]",
+)
+@click.option(
+    "--tuning", type=click.Path(path_type=Path), help="Use the results of a race in this file: a plan's tuning.json."
+)
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -90,6 +98,8 @@ def command(
     weights: str | None,
     optimize: int,
     check: bool,
+    generator: str | None,
+    tuning: Path | None,
     dump_ir: Path | None,
     force: bool,
     as_json: bool,
@@ -104,6 +114,7 @@ def command(
       toolkit compile Qwen/Qwen3-0.6B --quant int8 -o qwen-plan
       toolkit compile ./my-model --dtype float32 --quant none --max-context 2048
       toolkit compile ./only-config --weights random:7
+      toolkit compile model.gguf --generator race -o fast-plan
     """
     console = Console(stderr=True)
     with TerminalPhases(console) if console.is_terminal and not as_json else Phases() as phases:
@@ -119,6 +130,8 @@ def command(
             weights=weights,
             optimize=optimize,
             check=check,
+            generator=generator,
+            tuning=tuning,
             dump_ir=dump_ir,
             force=force,
             progress=phases,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..runtime.errors import UserError
 from ..runtime.plan import Model, PassReport, Report, RopeChanges
 from .progress import Phases
 from .staging import check_output, staged
+from .tune import Generators
 
 if TYPE_CHECKING:
     from ..models.source import OpenedModel
@@ -40,6 +42,8 @@ def compile(
     weights: str | None = None,
     optimize: int = OPTIMIZE,
     check: bool = False,
+    generator: str | None = None,
+    tuning: str | Path | None = None,
     dump_ir: str | Path | None = None,
     force: bool = False,
     progress: Phases | None = None,
@@ -49,18 +53,20 @@ def compile(
     `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `dtype` is auto, float32,
     bfloat16 or float16, and `kv_cache_dtype` one of those or int8; `weights` "random" or "random:SEED" for a model
     without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the interpreter;
+    `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning` says;
     `dump_ir` is a directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the
     current directory. An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises
     UserError for what can't be used.
     """
     chosen, seed, wanted_kv = _one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
+    generators = Generators.parse(generator, tuning)
     if output is not None:
         check_output(Path(output), force=force)
     phases = progress or Phases()
     with phases.phase("Import"):
         _require_compile_extra()
         from ..compiler.codegen.cpu import build_libraries
-        from ..compiler.emit import make_plan, write_plan
+        from ..compiler.emit import make_plan, write_plan, write_tuning
         from ..compiler.onnx_io import write_onnx
         from ..compiler.pass_ import run_passes
         from ..compiler.program import make_program
@@ -91,7 +97,9 @@ def compile(
             resolved = resolve_encodings(fused, opened.weights)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
             program = make_program(resolved, chosen, bounds, kv_dtype)
-            lowered = program.lowered
+        with phases.phase("Race") if generators.kind == "race" else nullcontext():
+            tuned = generators.choose(program, chosen.isas, phases.advance)
+            program, lowered = tuned.program, tuned.program.lowered
         with phases.phase("Kernels"):
             libraries = build_libraries(
                 [program.bucket], lowered.kernels, lowered.weights, folder, progress=phases.advance
@@ -111,7 +119,8 @@ def compile(
                 text=text,
                 eos_token_ids=opened.eos_token_ids,
                 bos_token_id=opened.bos_token_id,
-                report=_report(captured, fused, reports, (*opened.notes, *packed.notes)),
+                report=_report(captured, fused, reports, (*opened.notes, *packed.notes, *tuned.notes)),
+                tuning=None if tuned.tuning is None else write_tuning(tuned.tuning, folder),
             )
             write_plan(plan, folder)
     _debug_stages(captured, fused, plan.report, program)

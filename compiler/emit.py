@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..kernels_templates.catalog import KernelSpec
-from ..runtime.plan import MAJOR, MINOR, CacheResource, Kernel, Library, MemoryPlan, Model, Plan, Report, Text
+from ..runtime.plan import (
+    MAJOR,
+    MINOR,
+    CacheResource,
+    Kernel,
+    Library,
+    MemoryPlan,
+    Model,
+    Plan,
+    Report,
+    Text,
+    TuningFile,
+)
 from ..runtime.step import ABI_HASH, MAX_TOP, RESULT, ROW
+from ..runtime.tuning import TUNING, Tuning, encode_tuning
 from .codegen.cpu import kernel_source_hash
 from .program import Program
 from .shapes import Bounds
@@ -30,6 +44,7 @@ def make_plan(
     eos_token_ids: tuple[int, ...],
     bos_token_id: int | None,
     report: Report,
+    tuning: TuningFile | None = None,
 ) -> Plan:
     """The plan of what was compiled."""
     passes = tuple(msgspec.structs.replace(each, seconds=0.0) for each in report.passes)
@@ -58,6 +73,7 @@ def make_plan(
         bos_token_id=bos_token_id,
         report=msgspec.structs.replace(report, passes=passes),
         fills=dict(weights.fills),
+        tuning=tuning,
     )
 
 
@@ -68,9 +84,17 @@ def write_plan(plan: Plan, directory: Path) -> None:
     (directory / PLAN).write_bytes(text + b"\n")
 
 
+def write_tuning(tuning: Tuning, directory: Path) -> TuningFile:
+    """Write `directory/tuning.json`."""
+    content = encode_tuning(tuning)
+    (directory / TUNING).write_bytes(content)
+    return TuningFile(TUNING, len(content), hashlib.sha256(content).hexdigest())
+
+
 def _kernels(kernels: Mapping[str, KernelSpec]) -> dict[str, Kernel]:
     return {
-        name: Kernel(spec.family, dict(spec.params), kernel_source_hash(spec)) for name, spec in sorted(kernels.items())
+        name: Kernel(spec.family, dict(spec.params), kernel_source_hash(spec), dict(spec.shape), spec.choices)
+        for name, spec in sorted(kernels.items())
     }
 
 

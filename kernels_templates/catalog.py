@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from ..runtime.plan import Choice
+
 ParamValue = int | str | float | bool
 
 
@@ -77,24 +79,36 @@ class Family:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A family with parameters: what is compiled, cached and named in the plan."""
+    """A family with parameters: what is compiled, cached and named in the plan.
+
+    A kernel without a shape takes any and is C++. One with a shape is known to be called with these constant arguments,
+    so TVM's code may be made for them: `choices` says where it is used.
+    """
 
     family: str
     params: Mapping[str, ParamValue] = field(default_factory=dict)
+    shape: Mapping[str, int] = field(default_factory=dict)
+    choices: tuple[Choice, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", MappingProxyType(dict(sorted(self.params.items()))))
+        object.__setattr__(self, "shape", MappingProxyType(dict(sorted(self.shape.items()))))
 
     def __hash__(self) -> int:
-        return hash((self.family, tuple(self.params.items())))
+        return hash((self.family, tuple(self.params.items()), tuple(self.shape.items()), self.choices))
+
+    @property
+    def any_shape(self) -> KernelSpec:
+        """The C++ kernel that takes any shape."""
+        return KernelSpec(self.family, self.params)
 
     @property
     def symbol(self) -> str:
-        """The C name: the family, readable parameters, and a hash where a parameter does not fit a name."""
+        """The C name: the family, readable parameters, a hash where one does not fit a name, and the shape."""
         parts = [self.family]
         for name, value in self.params.items():
             text = f"{int(value)}" if isinstance(value, bool) else f"{value}"
             if text and (not text.replace("_", "").isalnum() or len(text) > 16):
                 text = hashlib.sha256(text.encode()).hexdigest()[:8]
             parts.append(f"{name[:3]}{text}")
-        return "k_" + "_".join(parts)
+        return "k_" + "_".join([*parts, *(f"{name}{size}" for name, size in self.shape.items())])

@@ -41,11 +41,32 @@ def arguments(family: Family, kernel: KernelSpec) -> tuple[ArgSpec, ...]:
     return tuple(arg for arg in family.args if not arg.when or kernel.params[arg.when])
 
 
-def signature(kernel: KernelSpec) -> str:
-    """The C declaration of the kernel, without a semicolon."""
+def tvm_symbol(kernel: KernelSpec) -> str:
+    """The C name of TVM's code for a kernel with a shape."""
+    return f"{kernel.symbol}_tvm"
+
+
+def signature(kernel: KernelSpec, symbol: str = "") -> str:
+    """The C declaration of the kernel, or of its code under another name, without a semicolon."""
     args = arguments(FAMILIES[kernel.family], kernel)
     declared = ", ".join(f"{arg.ctype} {arg.name}" for arg in args)
-    return f'extern "C" void {kernel.symbol}({declared}, int32_t tid, int32_t threads)'
+    return f'extern "C" void {symbol or kernel.symbol}({declared}, int32_t tid, int32_t threads)'
+
+
+def render_choice(kernel: KernelSpec, isa: IsaName) -> str:
+    """The C++ source of a kernel with choices: it calls whose code was chosen for the number of rows."""
+    args = arguments(FAMILIES[kernel.family], kernel)
+    codes = {"cpp": kernel.any_shape.symbol, "tvm": tvm_symbol(kernel)}
+    choices = [choice for choice in kernel.choices if choice.isa == isa]
+    used = sorted({codes[choice.generator] for choice in choices})
+    return render_template(
+        "cpu/choose.cpp.j2",
+        signature=signature(kernel),
+        declarations=[signature(kernel, symbol) for symbol in used],
+        choices=[{"rows": choice.rows, "symbol": codes[choice.generator]} for choice in choices],
+        rows=next(arg.name for arg in args if arg.role == "dim"),
+        args=", ".join(arg.name for arg in args),
+    )
 
 
 def render(kernel: KernelSpec, isa: IsaName) -> str:

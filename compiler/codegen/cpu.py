@@ -23,7 +23,8 @@ from threading import Lock
 
 from ...kernels_templates.catalog import ArgSpec, KernelSpec
 from ...kernels_templates.registry import FAMILIES
-from ...kernels_templates.render import arguments, render, render_template, signature
+from ...kernels_templates.render import arguments, render, render_choice, render_template, signature, tvm_symbol
+from ...kernels_templates.tvm.families import script
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import (
     ArenaArg,
@@ -40,6 +41,7 @@ from ...runtime.plan import (
 )
 from ...runtime.step import ABI_HASH, MAX_TOP
 from ..cache import cached, content_key
+from .tvm import compile_tvm_object
 
 SPINS = 4000
 """Pauses a waiting thread makes before it sleeps: some tens of microseconds."""
@@ -172,7 +174,12 @@ def _parsed_headers(compiler: Compiler, flags: Sequence[str]) -> tuple[str, ...]
 
 def kernel_source_hash(kernel: KernelSpec) -> str:
     """Hash of a kernel's sources over all ISA levels, as `plan.Kernel` records it."""
-    return content_key(*(render(kernel, level.name) for level in ISA_LEVELS))[:16]
+    names = [level.name for level in ISA_LEVELS]
+    sources = [render(kernel.any_shape, name) for name in names]
+    if kernel.choices:
+        sources += [render_choice(kernel, name) for name in names]
+        sources += [script(kernel, tvm_symbol(kernel), name) for name in names]
+    return content_key(*sources)[:16]
 
 
 def build_libraries(
@@ -190,39 +197,77 @@ def build_libraries(
     (what, done, of).
     """
     step = step_source(buckets, kernels, weight_names)
-    jobs: list[tuple[IsaLevel, str, Callable[[], Path]]] = []
+    jobs: list[Job] = []
     for level in levels:
-        for name, kernel in sorted(kernels.items()):
-            jobs.append((level, name, partial(_compile_kernel, kernel, level)))
-        jobs.append((level, "step", partial(compile_object, step, level, "step", "-O1")))
-    objects: dict[str, list[Path]] = {level.name: [] for level in levels}
+        jobs += kernel_jobs([kernel for _, kernel in sorted(kernels.items())], level)
+        jobs.append(Job(level, "step", partial(compile_object, step, level, "step", "-O1")))
+    objects = compile_all(jobs, progress)
+    (directory / "kernels").mkdir(exist_ok=True)
+    return tuple(_library(objects[level.name], level, directory) for level in levels)
+
+
+@dataclass(frozen=True)
+class Job:
+    """An object to make: the level and name are for reports."""
+
+    level: IsaLevel
+    name: str
+    make: Callable[[], Path]
+
+
+def kernel_jobs(kernels: Iterable[KernelSpec], level: IsaLevel) -> list[Job]:
+    """The objects that kernels need at a level, each once: where there are choices, the code of those chosen too."""
+    jobs: dict[str, Callable[[], Path]] = {}
+    for kernel in kernels:
+        chosen = {choice.generator for choice in kernel.choices if choice.isa == level.name}
+        if not kernel.choices:
+            jobs[kernel.symbol] = partial(_compile_cpp, kernel, level)
+            continue
+        source = render_choice(kernel, level.name)
+        jobs[kernel.symbol] = partial(compile_object, source, level, kernel.symbol, "-O1")
+        if "cpp" in chosen:
+            jobs[kernel.any_shape.symbol] = partial(_compile_cpp, kernel.any_shape, level)
+        if "tvm" in chosen:
+            jobs[tvm_symbol(kernel)] = partial(compile_tvm_object, kernel, level.name)
+    return [Job(level, name, make) for name, make in jobs.items()]
+
+
+def compile_all(jobs: Sequence[Job], progress: Callable[[str, int, int], None] | None = None) -> dict[str, list[Path]]:
+    """The objects of all jobs by level, in their order; `progress` gets (what, done, of)."""
+    objects: dict[str, list[Path]] = {job.level.name: [] for job in jobs}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            results = pool.map(lambda job: job[2](), jobs)
-            for done, ((level, name, _), path) in enumerate(zip(jobs, results, strict=True)):
-                objects[level.name].append(path)
+            results = pool.map(lambda job: job.make(), jobs)
+            for done, (job, path) in enumerate(zip(jobs, results, strict=True)):
+                objects[job.level.name].append(path)
                 if progress is not None:
-                    progress(f"{name} for {level.name}", done + 1, len(jobs))
+                    progress(f"{job.name} for {job.level.name}", done + 1, len(jobs))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # do not compile the rest before the error shows
             raise
-    (directory / "kernels").mkdir(exist_ok=True)
-    return tuple(_link(objects[level.name], level, directory) for level in levels)
+    return objects
 
 
-def _compile_kernel(kernel: KernelSpec, level: IsaLevel) -> Path:
+def _compile_cpp(kernel: KernelSpec, level: IsaLevel) -> Path:
     return compile_object(render(kernel, level.name), level, kernel.symbol)
 
 
-def _link(objects: Sequence[Path], level: IsaLevel, directory: Path) -> Library:
-    file = f"kernels/cpu-{level.name}.so"
-    path = directory / file
+def link(objects: Sequence[Path], level: IsaLevel, library: Path, exports: str) -> None:
+    """Link objects into a shared library that shows only the symbols that start with `exports`."""
     flags = ("-shared", "-fPIC", "-nodefaultlibs", "-Wl,--build-id=none", "-Wl,-s", "-Wl,-z,noexecstack")
     compiler = find_compiler()
-    inputs = [*map(str, objects), "-o", str(path.resolve()), "-lm", "-lc"]
-    command = [*compiler.command, *compiler.target_flags(level), *flags, *inputs]
-    _run(command, directory, f"linking {file}")
-    data = path.read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        shown = Path(folder, "exports")
+        shown.write_text(f"{{ global: {exports}*; local: *; }};\n")
+        inputs = [f"-Wl,--version-script={shown}", *map(str, objects), "-o", str(library.resolve()), "-lm", "-lc"]
+        command = [*compiler.command, *compiler.target_flags(level), *flags, *inputs]
+        _run(command, library.parent, f"linking {library.name}")
+
+
+def _library(objects: Sequence[Path], level: IsaLevel, directory: Path) -> Library:
+    file = f"kernels/cpu-{level.name}.so"
+    link(objects, level, directory / file, "toolkit_")
+    data = (directory / file).read_bytes()
     return Library(level.name, file, len(data), hashlib.sha256(data).hexdigest(), level.requires)
 
 

@@ -61,6 +61,14 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 @cache
+def cpu_model() -> str:
+    """The CPU's name as /proc/cpuinfo has it."""
+    text = Path("/proc/cpuinfo").read_text()
+    line = next((line for line in text.splitlines() if line.startswith("model name")), "")
+    return line.partition(":")[2].strip() or "unknown"
+
+
+@cache
 def cpu_flags() -> frozenset[str]:
     """Feature flags as /proc/cpuinfo names them."""
     text = Path("/proc/cpuinfo").read_text()

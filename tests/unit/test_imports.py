@@ -94,6 +94,21 @@ def test_torch_lives_in_models_alone() -> None:
     assert not wrong
 
 
+def test_tvm_is_imported_to_compile_alone() -> None:
+    """By one module, and only when a kernel is compiled: its import takes seconds."""
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in sources(folder)
+        for _, name in imported(path)
+        if name.partition(".")[0] in ("tvm", "tvm_ffi")
+    }
+    assert found == {"compiler/codegen/tvm.py"}
+    tree = ast.parse((ROOT / "compiler/codegen/tvm.py").read_text())
+    top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    assert not any(name.partition(".")[0] == "tvm" for name in top)
+
+
 def test_the_reader_of_imports_sees_them(tmp_path: Path) -> None:
     file = ROOT / "cli" / "main.py"
     names = {name for _, name in imported(file)}

@@ -23,10 +23,11 @@ import numpy.typing as npt
 
 from toolkit.compiler.cache import cached, content_key
 from toolkit.compiler.codegen.cpu import ISA_LEVELS, compile_object, find_compiler
+from toolkit.compiler.codegen.tvm import compile_tvm_object
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.packing import q8_pack, q8_unpack
 from toolkit.kernels_templates.registry import FAMILIES
-from toolkit.kernels_templates.render import arguments, render
+from toolkit.kernels_templates.render import arguments, render, tvm_symbol
 from toolkit.runtime.plan import IsaName
 
 Array = npt.NDArray[Any]
@@ -58,10 +59,10 @@ def isas() -> list[IsaName]:
 class Kernel:
     """A callable kernel. Arguments follow the catalog; arrays are passed by address and must be C-contiguous."""
 
-    def __init__(self, spec: KernelSpec, library: Path) -> None:
+    def __init__(self, spec: KernelSpec, library: Path, symbol: str = "") -> None:
         self.args = arguments(FAMILIES[spec.family], spec)
         self._library = ctypes.CDLL(str(library))
-        self.function: Callable[..., None] = self._library[spec.symbol]
+        self.function: Callable[..., None] = self._library[symbol or spec.symbol]
 
     def __call__(self, *values: Array | int | float, threads: int = 1) -> None:
         """Does the shares of all threads, one after the other."""
@@ -90,6 +91,22 @@ def load_kernel(spec: KernelSpec, isa: IsaName = "x86-64-v3") -> Kernel:
         optimize = "-O1"
     key = content_key("test", find_compiler().version, optimize, source)
     return Kernel(spec, cached(key, ".so", _linker(spec, source, level, optimize)))
+
+
+@cache
+def load_tvm_kernel(spec: KernelSpec, isa: IsaName) -> Kernel:
+    """TVM's code for a kernel with a shape, for a level that runs natively."""
+    compiled = compile_tvm_object(spec, isa)
+
+    def link(path: Path) -> None:
+        subprocess.run([*find_compiler().command, "-shared", str(compiled), "-lm", "-o", str(path)], check=True)
+
+    return Kernel(spec, cached(content_key("test", compiled.name), ".so", link), tvm_symbol(spec))
+
+
+def native_isas() -> list[IsaName]:
+    """The ISA levels that the CPU has."""
+    return [isa for isa in _LEVELS if _native(isa)]
 
 
 def _linker(spec: KernelSpec, source: str, level: Any, optimize: str) -> Callable[[Path], None]:

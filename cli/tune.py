@@ -1,0 +1,81 @@
+"""Whose kernels a plan gets: `--generator` and `--tuning` of `toolkit compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..compiler.program import Program
+from ..kernels_templates.catalog import KernelSpec
+from ..runtime.env import read_env
+from ..runtime.errors import UserError
+from ..runtime.plan import IsaName
+from ..runtime.tuning import MAJOR, MINOR, Tuning, read_tuning
+
+Kind = Literal["cpp", "tvm", "race"]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A program whose kernels are chosen, the races behind them, and what there is to say about it."""
+
+    program: Program
+    tuning: Tuning | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The user's choice, checked: `tuning` holds the results to use in a race's place."""
+
+    kind: Kind
+    tuning: Tuning | None = None
+
+    @staticmethod
+    def parse(kind: str | None, tuning: str | Path | None) -> Generators:
+        """A tuning file implies a race. Raises UserError for an unknown generator and for a file that can't be used."""
+        if kind not in (None, "cpp", "tvm", "race"):
+            raise UserError(f"unknown generator {kind!r}: expected cpp, tvm or race")
+        if tuning is not None and kind not in (None, "race"):
+            raise UserError(f"--tuning holds the results of a race, but --generator is {kind}: leave one out")
+        if tuning is not None:
+            return Generators("race", read_tuning(tuning))
+        return Generators("tvm" if kind == "tvm" else "race" if kind == "race" else "cpp")
+
+    def choose(self, program: Program, isas: tuple[IsaName, ...], progress: Progress) -> Tuned:
+        """The program with its kernels chosen: for `race` by timing them here, unless a tuning file says."""
+        from ..compiler.generators import all_tvm, candidates, stays_cpp, with_choices
+        from ..compiler.race import choices_of, used_races
+
+        if self.kind == "cpp":
+            return Tuned(program)
+        kernels = candidates(program.lowered)
+        if self.kind == "tvm":
+            return Tuned(with_choices(program, all_tvm(kernels, isas)), notes=(stays_cpp(program.lowered),))
+        tuning = self.tuning or _race(kernels, progress)
+        choices, notes = choices_of(tuning.races, kernels, isas)
+        used = msgspec.structs.replace(tuning, races=used_races(tuning.races, kernels))
+        return Tuned(with_choices(program, choices), used, notes)
+
+
+def _race(kernels: Sequence[KernelSpec], progress: Progress) -> Tuning:
+    """Races at every level that this machine runs."""
+    from ..compiler.codegen.cpu import ISA_LEVELS, find_compiler
+    from ..compiler.codegen.tvm import tvm_version
+    from ..compiler.race import run_races
+    from ..runtime.device.machine import cpu_flags, cpu_model, usable_cores
+    from .measure import measure
+
+    runnable: list[IsaName] = [
+        level.name
+        for level in ISA_LEVELS
+        if cpu_flags().issuperset(level.requires) and read_env().isa in (None, level.name)
+    ]
+    versions = {"c++": find_compiler().version, "tvm": tvm_version()}
+    races = run_races(kernels, runnable, measure, progress)
+    return Tuning("toolkit-tuning", MAJOR, MINOR, cpu_model(), usable_cores(), versions, races)
