@@ -76,19 +76,24 @@
     });
   });
 
-  const leaf = (name) => name.replace(/\.(weight|bias)$/, "").split(".").at(-1);
+  const bare = (name) => name.replace(/\.(weight|bias)$/, "");
+  const leaf = (name) => bare(name).split(".").at(-1);
+  const inLayer = (module) => module.replace(/^.*?\.\d+(\.|$)/, "");
   const weightsOf = (launch) => launch.args.filter((arg) => arg[0] === "weight").map((arg) => weightOf.get(arg[1]));
 
+  // What the launch is called: after its module, if the module's own weight or a matrix is what it reads.
   function title(launch) {
     const [weight] = weightsOf(launch);
-    if (!weight) return launch.kind;
+    if (!weight || !launch.module) return launch.kind;
     if (!weight.sources.length) return weight.name;
-    return weight.sources.length > 1 ? [...new Set(weight.sources.map(leaf))].join(" + ") : leaf(launch.module || launch.kind);
+    if (bare(weight.sources[0]) === launch.module) return [...new Set(weight.sources.map(leaf))].join(" + ");
+    return weight.shape.length > 1 ? leaf(launch.module) : launch.kind;
   }
   function subtitle(launch) {
     const [weight] = weightsOf(launch);
     const what = weight ? `${weight.encoding} ${weight.shape.join(" × ")}` : launch.kernel.params;
-    return [launch.kind === title(launch) ? leaf(launch.module) : launch.kind, what].filter(Boolean).join(" · ");
+    const fused = weight && launch.kernel.epilogue;
+    return [launch.kind === title(launch) ? inLayer(launch.module) : launch.kind, fused, what].filter(Boolean).join(" · ");
   }
   const where = (launch) => (launch.layer === null ? launch.place.part.name : `layer ${launch.layer}`);
   function describe(launch) {
@@ -130,7 +135,7 @@
     return make("button",
       {type: "button", class: `op c${launch.kernel.color}`, "data-launch": launch.index, "aria-pressed": "false", "--share": share,
         onclick: () => select(launch.index)},
-      make("span", {}, make("b", {}, title(launch)), make("small", {}, subtitle(launch))),
+      make("span", {}, make("b", {}, title(launch)), make("small", {title: subtitle(launch)}, subtitle(launch))),
       make("span", {class: "figures"}, duration(timeOf(launch)), make("small", {}, percent(share))));
   }
 

@@ -142,6 +142,7 @@ def _script_data(plan: Plan, inspection: Inspection, program: Sequence[Launch], 
                 "family": kernel.family,
                 "color": colors.get(kernel.family, _COLORS),
                 "params": params_text(kernel.params),
+                "epilogue": kernel.params.get("epilogue", ""),
                 "doc": FAMILIES[kernel.family].doc if kernel.family in FAMILIES else "",
                 "args": _arg_names(plan, program, name),
             }

@@ -223,6 +223,14 @@ def test_merged_weights_name_their_sources(opened: Any, estimated: Made) -> None
         assert f"from model.layers.0.self_attn.{source}_proj.weight" in view.text("#details")
 
 
+def test_what_was_fused_into_a_layer_is_said(opened: Any, estimated: Made) -> None:
+    plan = estimated.plan
+    epilogues = {plan.kernels[launch.kernel].params.get("epilogue") for launch in plan.buckets[0].forward} - {"", None}
+    text = opened(estimated).text("#parts")
+    assert epilogues
+    assert all(f"linear · {epilogue} · a4g32m" in text for epilogue in epilogues)
+
+
 def test_layers_that_are_alike_can_be_stepped_through(opened: Any, estimated: Made) -> None:
     view = opened(estimated, part="#launch-50")
     expect(view.page.locator("#details .where")).to_contain_text("launch 50 of")
