@@ -5,8 +5,9 @@ from __future__ import annotations
 from .catalog import Family
 from .cpu import dense, linear
 from .cuda import basic
+from .cuda import linear as cuda_linear
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*dense.FAMILIES, *linear.FAMILIES)}
 """CPU kernels."""
-CUDA_FAMILIES: dict[str, Family] = {family.name: family for family in basic.FAMILIES}
+CUDA_FAMILIES: dict[str, Family] = {family.name: family for family in (*basic.FAMILIES, *cuda_linear.FAMILIES)}
 """CUDA kernels."""

@@ -17,7 +17,12 @@ from toolkit.runtime.errors import InternalError
 from toolkit.runtime.plan import ArchName, GridAxis
 
 ARCHS: tuple[ArchName, ...] = ("sm80", "sm86", "sm89", "sm90")
-FREE: Mapping[str, ParamValue] = {"expr": "(mul (silu in0) (sigmoid in1))", "in0": "t", "in1": "1"}
+FREE: Mapping[str, ParamValue] = {
+    "epilogue": "(add (mul (silu in0) in1) in2)",
+    "expr": "(mul (silu in0) (sigmoid in1))",
+    "in0": "t",
+    "in1": "1",
+}
 """Values for parameters that may be anything."""
 
 
@@ -26,6 +31,8 @@ def kernels() -> dict[str, KernelSpec]:
     found = {}
     for family in CUDA_FAMILIES.values():
         params = {name: values[-1] if values else FREE[name] for name, values in family.params.items()}
+        if "epilogue" in params:
+            params |= dict.fromkeys(("extra2", "extra3", "extra4"), "")
         if family.name == "pointwise":
             params |= {f"in{index}": FREE.get(f"in{index}", "") for index in range(8)}
         found[family.name] = KernelSpec(family.name, params)

@@ -1,0 +1,92 @@
+"""CUDA kernel families of linear layers: one for a few rows, one for many, and one for every number type and size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..catalog import ArgSpec, Axis, Family, Grid, ParamValue
+from .basic import BOOLS, REALS
+
+_EXTRA = ("", "t", "n")
+_COMMON: Mapping[str, tuple[ParamValue, ...]] = {
+    "has_bias": BOOLS,
+    "epilogue": (),
+    **dict.fromkeys(("extra1", "extra2", "extra3", "extra4"), _EXTRA),
+    "gated": BOOLS,
+}
+_ARGS = (
+    ArgSpec("x", "const real *", "in"),
+    ArgSpec("weight", "const uint8_t *", "weight"),
+    ArgSpec("bias", "const float *", "weight", when="has_bias"),
+    *(ArgSpec(f"extra{index}", "const real *", "in", when=f"extra{index}") for index in range(1, 5)),
+    ArgSpec("out", "real *", "out"),
+    ArgSpec("rows", "int32_t", "dim"),
+    ArgSpec("N", "int32_t", "const"),
+    ArgSpec("K", "int32_t", "const"),
+)
+_DOC = """out[rows, N] = epilogue(x @ weight.T + bias, extras), with weight [N, K] row by row.
+
+In the epilogue, in0 is the product with its bias and in1.. are the extras: "t" is as large as the result, "n" is a row;
+an extra may be `out` itself. If `gated`, in0 is the first and in1 the second half of the product's columns, in2.. are
+the extras, and the result is [rows, N / 2]."""
+
+
+def _skinny(params: Mapping[str, ParamValue]) -> Grid:
+    return Grid(256, Axis(("N",), 32 if params["gated"] else 16))
+
+
+def _tiled(params: Mapping[str, ParamValue]) -> Grid:
+    rows, columns, stages = (int(params[name]) for name in ("tile_rows", "tile_columns", "stages"))
+    results = columns // 2 if params["gated"] else columns
+    return Grid(
+        256,
+        Axis(("N",), 2 * results if params["gated"] else results),
+        Axis(("rows",), rows),
+        shared=stages * (rows + columns) * 32 * 2,
+    )
+
+
+def _exact(params: Mapping[str, ParamValue]) -> Grid:
+    return Grid(256, Axis(("rows", "N"), 16 if params["gated"] else 8))
+
+
+SKINNY = Family(
+    name="linear_skinny",
+    template="cuda/linear_skinny.cu.j2",
+    params={"real": ("float16", "bfloat16"), "tokens": (8, 16, 32), **_COMMON},
+    args=_ARGS,
+    ops=("linear",),
+    doc=_DOC + " At most `tokens` rows; K is a multiple of 8; the weight has the type `real`.",
+    layouts=("rows",),
+    grid=_skinny,
+)
+
+TILED = Family(
+    name="linear_tiled",
+    template="cuda/linear_tiled.cu.j2",
+    params={
+        "real": ("float16", "bfloat16"),
+        "tile_rows": (32, 64, 128),
+        "tile_columns": (64, 128),
+        "stages": (3, 4),
+        **_COMMON,
+    },
+    args=_ARGS,
+    ops=("linear",),
+    doc=_DOC + " K is a multiple of 8; the weight has the type `real`.",
+    layouts=("rows",),
+    grid=_tiled,
+)
+
+EXACT = Family(
+    name="linear_exact",
+    template="cuda/linear_exact.cu.j2",
+    params={"real": REALS, "encoding": ("f32", "f16", "bf16"), **_COMMON},
+    args=_ARGS,
+    ops=("linear",),
+    doc=_DOC,
+    layouts=("rows",),
+    grid=_exact,
+)
+
+FAMILIES: tuple[Family, ...] = (SKINNY, TILED, EXACT)

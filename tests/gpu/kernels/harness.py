@@ -1,0 +1,99 @@
+"""Runs one kernel on the GPU over numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cuda.bindings import driver
+
+from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
+from toolkit.kernels_templates.catalog import Axis, KernelSpec, ParamValue
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.plan import ArchName
+
+Array = npt.NDArray[Any]
+POISON = 0xFF
+"""Bytes of outputs before a kernel runs: NaN in every float format."""
+_SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float}
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver call. Raises AssertionError with the error's name."""
+    status, *values = result
+    assert int(status) == 0, driver.cuGetErrorName(status)[1].decode()
+    return values[0] if values else None
+
+
+@cache
+def gpu() -> tuple[ArchName, int]:
+    """The architecture to compile for, and the number of multiprocessors."""
+    check(driver.cuInit(0))
+    device = check(driver.cuDeviceGet(0))
+    check(driver.cuCtxSetCurrent(check(driver.cuDevicePrimaryCtxRetain(device))))
+    attribute = driver.CUdevice_attribute
+    names = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT")
+    major, minor, count = (
+        check(driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)) for name in names
+    )
+    archs: dict[int, ArchName] = {80: "sm80", 86: "sm86", 89: "sm89", 90: "sm90"}
+    return archs[10 * major + minor], count
+
+
+class Buffer:
+    """Device memory with a copy of an array."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = np.ascontiguousarray(array)
+        self.address = int(check(driver.cuMemAlloc(max(1, self.array.nbytes))))
+        check(driver.cuMemcpyHtoD(self.address, self.array.ctypes.data, self.array.nbytes))
+
+    def read(self) -> Array:
+        """What it holds now; the memory is freed."""
+        result = np.empty_like(self.array)
+        check(driver.cuMemcpyDtoH(result.ctypes.data, self.address, result.nbytes))
+        check(driver.cuMemFree(self.address))
+        return result
+
+
+@cache
+def load(spec: KernelSpec) -> Any:
+    """The kernel as a function of the driver."""
+    compiled = compile_kernel(spec, gpu()[0])
+    module = check(driver.cuModuleLoadData(compiled.cubin))
+    function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
+    if shared := launch_grid(spec).shared:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(driver.cuFuncSetAttribute(function, attribute, shared))
+    return function
+
+
+def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, Array]:
+    """Launch a kernel with arguments by name; arrays of outputs are poisoned first. Returns every array afterwards."""
+    gpu()
+    spec = KernelSpec(family, params)
+    specs = arguments(CUDA_FAMILIES[family], spec)
+    assert {each.name for each in specs} == values.keys()
+    for each in specs:
+        if each.role == "out" and isinstance(values[each.name], np.ndarray):
+            values[each.name].view(np.uint8)[...] = POISON
+    buffers = {name: Buffer(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    pointers = {name: ctypes.c_uint64(buffer.address) for name, buffer in buffers.items()}
+    slots: list[Any] = [pointers.get(each.name) or _SCALARS[each.ctype](values[each.name]) for each in specs]
+    packed = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+    grid = launch_grid(spec)
+    x, y, z = (blocks(axis, values) for axis in (grid.x, grid.y, grid.z))
+    check(driver.cuLaunchKernel(load(spec), x, y, z, grid.threads, 1, 1, grid.shared, 0, ctypes.addressof(packed), 0))
+    check(driver.cuCtxSynchronize())
+    return {name: buffer.read() for name, buffer in buffers.items()}
+
+
+def blocks(axis: Axis, values: dict[str, Any]) -> int:
+    """Thread blocks along an axis."""
+    count = -(-prod(int(values[name]) for name in axis.factors) // axis.divisor)
+    return min(count, gpu()[1]) if axis.persistent else count

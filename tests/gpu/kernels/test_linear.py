@@ -1,0 +1,69 @@
+"""CUDA linear layers against numpy in float64: odd sizes, epilogues, gates, biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu.kernels.harness import run
+from gpu.kernels.numbers import Array, close, random, store, value
+
+from toolkit.kernels_templates.catalog import ParamValue
+
+HALF = ("float16", "bfloat16")
+ENCODINGS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+def silu(x: Array) -> Array:
+    result: Array = x / (1 + np.exp(-x))
+    return result
+
+
+Shape = tuple[int, int, int]
+"""Rows, columns and inner size."""
+
+
+def case(family: str, real: str, shape: Shape, gated: bool, **params: ParamValue) -> None:
+    """Run one layer with a bias, an epilogue over two extras, and compare."""
+    rows, columns, inner = shape
+    x, weight = random(1, rows, inner, real=real), random(2, columns, inner, real=real, scale=inner**-0.5)
+    results = columns // 2 if gated else columns
+    bias, full, row = random(3, columns), random(4, rows, results, real=real), random(5, results, real=real)
+    epilogue = "(add (mul (silu in0) in1) (mul in2 in3))" if gated else "(add (mul (silu in0) in1) in2)"
+    common: dict[str, ParamValue] = {"real": real, "has_bias": True, "epilogue": epilogue, "gated": gated}
+    common |= {"extra1": "t", "extra2": "n", "extra3": "", "extra4": ""}
+    arrays: dict[str, Any] = {"x": x, "weight": weight.view(np.uint8), "bias": bias, "extra1": full, "extra2": row}
+    out = store(np.zeros((rows, results)), real)
+    found = run(family, common | params, **arrays, out=out, rows=rows, N=columns, K=inner)["out"]
+    product = value(x, real) @ value(weight, real).T + bias
+    first, second = value(full, real), value(row, real)
+    if gated:
+        expected = silu(product[:, :results]) * product[:, results:] + first * second
+    else:
+        expected = silu(product) * first + second
+    close(value(found, real), expected, real)
+
+
+@pytest.mark.parametrize("real", HALF)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("tokens", "rows"), [(8, 1), (8, 8), (16, 9), (32, 17), (32, 32)])
+@pytest.mark.parametrize("size", [(64, 256), (100, 8), (512, 2048), (322, 264)])
+def test_skinny(real: str, gated: bool, tokens: int, rows: int, size: tuple[int, int]) -> None:
+    case("linear_skinny", real, (rows, *size), gated, tokens=tokens)
+
+
+@pytest.mark.parametrize("real", HALF)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", [(32, 64, 3), (64, 64, 4), (128, 128, 4), (128, 128, 3)])
+@pytest.mark.parametrize("shape", [(33, 64, 256), (1, 100, 8), (300, 1026, 520), (128, 256, 64)])
+def test_tiled(real: str, gated: bool, tile: tuple[int, int, int], shape: Shape) -> None:
+    sizes = dict(zip(("tile_rows", "tile_columns", "stages"), tile, strict=True))
+    case("linear_tiled", real, shape, gated, **sizes)
+
+
+@pytest.mark.parametrize("real", ENCODINGS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(1, 30, 17), (5, 64, 130)])
+def test_exact(real: str, gated: bool, shape: Shape) -> None:
+    case("linear_exact", real, shape, gated, encoding=ENCODINGS[real])
