@@ -68,7 +68,7 @@ def live_bytes(buffers: Iterable[Buffer], launches: int) -> list[int]:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "page"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -72,7 +72,7 @@ def test_it_writes_the_page_of_a_plan(base_install: Path, smollm2_plan: Path, tm
     subprocess.run(command, cwd=tmp_path, env=_clean_environment(), capture_output=True, check=True)
     (page,) = tmp_path.iterdir()
     assert page.name == f"{smollm2_plan.name}.html"
-    assert all(part in page.read_text() for part in ("<title>", ":root {", '"use strict"', '"launches":'))
+    assert all(part in page.read_text() for part in ("<title>", ":root {", "drawParts();", '"launches":'))
 
 
 def test_it_answers_over_http(base_install: Path, smollm2_plan: Path) -> None:
