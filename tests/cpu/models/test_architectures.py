@@ -195,9 +195,15 @@ PROOFS_OF_VARIANTS = tuple(name for name in PROOFS if name != "bfloat16")
 
 @pytest.fixture
 def subject(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    """A case, to be compiled for one ISA level that every machine has, and whose captured graph is kept."""
+    """A case, to be compiled quickly and for one ISA level that every machine has, whose captured graph is kept."""
     lowest = codegen.ISA_LEVELS[:1]
+    compile_object = codegen.compile_object
+
+    def compile_quickly(source: str, level: codegen.IsaLevel, name: str, optimize: str = "-O3") -> Path:
+        return compile_object(source, level, name, "-O0" if name == "step" else optimize)
+
     monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=lowest))
+    monkeypatch.setattr(codegen, "compile_object", compile_quickly)
     original = capturing.capture
     with closing(Subject(case, tmp_path)) as subject:
 
