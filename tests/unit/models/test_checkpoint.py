@@ -104,12 +104,12 @@ def test_several_files_without_an_index(sharded: Path) -> None:
 
 def test_missing_shard(sharded: Path) -> None:
     (sharded / "model-2-of-2.safetensors").unlink()
-    assert "lacks model-2-of-2.safetensors" in refused(sharded)
+    assert "lacks 'model-2-of-2.safetensors'" in refused(sharded)
 
 
 def test_shard_outside_the_directory(sharded: Path) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": "../model-1-of-2.safetensors"}}))
-    assert "lacks ../model-1-of-2.safetensors" in refused(sharded)
+    assert "lacks '../model-1-of-2.safetensors'" in refused(sharded)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "[" * 100_000])
@@ -122,7 +122,7 @@ def test_tensor_that_only_the_index_has(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.x"] = "model-1-of-2.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
-    assert "has the tensor model.x" in refused(sharded)
+    assert "has the tensor 'model.x'" in refused(sharded)
 
 
 def test_missing_tensor_is_named(single: Path) -> None:
