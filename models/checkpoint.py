@@ -179,8 +179,9 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """The safetensors files of a model. Raises UserError if there are none or one is missing."""
     if (directory / INDEX).is_file():
         names = sorted(set(_weight_map(directory).values()))
+        present = {path.name for path in directory.iterdir() if path.is_file()}
         for name in names:
-            if Path(name).name != name or not (directory / name).is_file():
+            if name not in present:
                 raise UserError(f"{directory.name} lacks {shown(name)}, which {INDEX} names; download the model again.")
         return tuple(directory / name for name in names)
     single = directory / "model.safetensors"

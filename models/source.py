@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..compiler.weights import TensorSource
 from ..runtime.encodings import Encoding, FloatName
-from ..runtime.errors import UserError, brief, shown
+from ..runtime.errors import UserError, brief, foreign_errors, shown
 from .checkpoint import INDEX, Checkpoint, weight_files
 from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
@@ -66,9 +67,9 @@ def open_model(model: str, *, dtype: str = "auto", random: bool = False) -> Open
     if dtype not in ("auto", *get_args(FloatName)):
         raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
     path = Path(model).expanduser()
-    if path.is_file():
+    if os.path.isfile(path):
         return _open_gguf(path, dtype, random)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_directory(path, dtype, random)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
         return _open_directory(_download(model, not random), dtype, random, name=model)
@@ -117,10 +118,8 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise UserError(
             f"{directory.name}/config.json has model_type {shown(kind)}, which is no language model known here."
         )
-    try:
+    with foreign_errors(f"{directory.name}/config.json is no valid {kind} config: {{}}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    except Exception as error:  # the config classes raise errors of many kinds for values that they refuse
-        raise UserError(f"{directory.name}/config.json is no valid {kind} config: {brief(error)}") from None
     _check_sizes(config, f"{directory.name}/config.json")
     return config
 
@@ -221,12 +220,8 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
     file = read_gguf(path)
-    try:
+    with foreign_errors(f"{path.name} has metadata that no config accepts: {{}}"):
         config = AutoConfig.for_model(architecture(file).model_type, **config_values(file))
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{path.name} has metadata that no config accepts: {brief(error)}") from None
     _check_sizes(config, path.name)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     stored = _chosen(dtype, _main_float(file))
@@ -287,10 +282,8 @@ def _download(model: str, weights: bool) -> Path:
     import huggingface_hub
 
     patterns = ["*.json", "*.model", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
-    try:
+    with foreign_errors(
+        f"{model} is no local path and cannot be fetched from the hub ({{}}); check the name and the network, or "
+        "download it elsewhere and give its directory."
+    ):
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # offline, unknown, gated and interrupted downloads all have types of their own
-        raise UserError(
-            f"{model} is no local path and cannot be fetched from the hub ({type(error).__name__}: {brief(error)}); "
-            "check the name and the network, or download it elsewhere and give its directory."
-        ) from None

@@ -16,8 +16,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..runtime.errors import UserError, brief
+from ..runtime.errors import UserError, foreign_errors
 from ..runtime.plan import Text
+from .charsmap import check_charsmaps
 from .gguf_tokenizer import build_tokenizer, token_text
 from .source import OpenedModel, read_json
 
@@ -98,18 +99,34 @@ def _from_gguf(metadata: Mapping[str, Any]) -> _TextParts:
     )
 
 
+_MAX_ID = 1 << 24
+"""The library makes a table of all ids when it writes a tokenizer."""
+
+
+def _check_tables(name: str, values: Mapping[str, Any]) -> None:
+    """Refuse sizes in a tokenizer.json for which the library would take all memory."""
+    check_charsmaps(values.get("normalizer"))
+    model, added = values.get("model"), values.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if any(isinstance(id_, int) and id_ > _MAX_ID for id_ in ids):
+        raise UserError(f"The tokenizer.json in {name} has a token id above {_MAX_ID}; download it again.")
+
+
 def _from_directory(directory: Path) -> _TextParts:
     """As transformers loads it, so that its conversions and overrides are in what we write."""
     from transformers import AutoTokenizer
 
-    try:
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        _check_tables(directory.name, read_json(path))
+    with foreign_errors(
+        f"The tokenizer in {directory.name} cannot be loaded ({{}}); fix its files, or remove them to get a plan that "
+        "takes and returns token ids."
+    ):
         loaded: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
         tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # loaders raise errors of every kind for files they cannot read
-        raise UserError(
-            f"The tokenizer in {directory.name} cannot be loaded ({type(error).__name__}: {brief(error)}); fix its "
-            "files, or remove them to get a plan that takes and returns token ids."
-        ) from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
     template = loaded.chat_template

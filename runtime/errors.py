@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def brief(error: object, limit: int = 300) -> str:
     """The text of a foreign error as part of a sentence: one line of printable characters, not too long."""
@@ -13,6 +16,20 @@ def brief(error: object, limit: int = 300) -> str:
 def shown(value: object) -> str:
     """A value that a file gave, quoted and short."""
     return brief(repr(value), 80)
+
+
+@contextmanager
+def foreign_errors(refusal: str) -> Iterator[None]:
+    """Turn whatever a library raises for input that it can't read into a UserError; `refusal` has a place `{}` for it.
+
+    Panics of libraries in Rust are no `Exception`.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(refusal.format(f"{type(error).__name__}: {brief(error)}")) from None
 
 
 class UserError(Exception):

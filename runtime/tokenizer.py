@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import UserError, brief
+from .errors import UserError, foreign_errors
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -50,10 +50,8 @@ class Tokenizer:
         path = directory / FILE
         if plan.text is None or not path.is_file():
             raise UserError(f"{directory} has no {FILE}: it is a token-in, token-out plan, so give token ids")
-        try:
+        with foreign_errors(f"{path} is damaged ({{}}): compile the plan again"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception for every kind of damage
-            raise UserError(f"{path} is damaged ({brief(error)}): compile the plan again") from None
         return cls(backend, plan.model.vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

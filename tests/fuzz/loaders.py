@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import gguf
 import msgspec
 import numpy as np
+import sentencepiece
 from fuzz.loader import Files, Loader
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer as Backend
@@ -26,7 +30,7 @@ from toolkit.runtime.chat import ChatTemplate
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.load import read_plan
 from toolkit.runtime.plan import Plan, Text
-from toolkit.runtime.tokenizer import Tokenizer
+from toolkit.runtime.prompt import Prompts
 
 
 def _files(folder: Path) -> Files:
@@ -68,7 +72,27 @@ def _gguf_samples(folder: Path) -> list[Files]:
     return [
         _gguf(folder / "m.gguf", "llama", "gpt2", _WORDS, [1, 1, 1, 3, 3, 1, 1, 4]),
         _gguf(folder / "m.gguf", "gemma3", "llama", _PIECES, [2, 3, 3, 6, 1, 1, 1, 4]),
+        _gguf(folder / "m.gguf", "qwen3", "t5", _PIECES, [2, 3, 3, 6, 1, 1, 1, 4]),
     ]
+
+
+def _charsmap() -> bytes:
+    """SentencePiece's compiled rules for a few characters."""
+    model = io.BytesIO()
+    with tempfile.TemporaryDirectory() as folder:
+        rules = Path(folder) / "rules.tsv"
+        rules.write_text("41\t61\nFB01\t66 69\n")
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b ab"]),
+            model_writer=model,
+            model_type="char",
+            normalization_rule_tsv=str(rules),
+            vocab_size=8,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    proto: Any = import_module("sentencepiece.sentencepiece_model_pb2")
+    return bytes(proto.ModelProto.FromString(model.getvalue()).normalizer_spec.precompiled_charsmap)
 
 
 def _gguf(path: Path, arch: str, kind: str, tokens: tuple[str, ...], types: list[int]) -> Files:
@@ -87,7 +111,12 @@ def _gguf(path: Path, arch: str, kind: str, tokens: tuple[str, ...], types: list
     writer.add_token_list(list(tokens))
     writer.add_token_types(types)
     writer.add_token_scores([-float(index) for index in range(len(tokens))])
-    writer.add_token_merges(["a b", "Ġ a"])
+    if kind == "t5":
+        writer.add_precompiled_charsmap(_charsmap())
+        writer.add_remove_extra_whitespaces(True)
+        writer.add_unk_token_id(tokens.index("<unk>"))
+    else:
+        writer.add_token_merges(["a b", "Ġ a"] if kind == "gpt2" else ["▁ a"])
     writer.add_bos_token_id(tokens.index("<s>"))
     writer.add_eos_token_id(tokens.index("</s>"))
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
@@ -172,13 +201,27 @@ def _tokenizers(folder: Path) -> list[Files]:
     byte_level.train_from_iterator([words], trainers.BpeTrainer(vocab_size=60, special_tokens=special))
     byte_level.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     unigram = Backend(models.Unigram())
-    unigram.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+    unigram.normalizer = normalizers.Sequence([normalizers.Precompiled(_charsmap()), normalizers.Replace(" ", "▁")])
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
     unigram.decoder = decoders.Metaspace()
     unigram.train_from_iterator(
         [words], trainers.UnigramTrainer(vocab_size=40, special_tokens=special, unk_token="<unk>")
     )
-    return [_tokenizer_files(byte_level), _tokenizer_files(unigram)]
+    return [_tokenizer_files(byte_level), _tokenizer_files(unigram), _sentencepiece_files()]
+
+
+def _sentencepiece_files() -> Files:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["hello world it is the world"]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=290,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    return {"tokenizer.model": model.getvalue(), "tokenizer_config.json": json.dumps(config).encode()}
 
 
 def _tokenizer_files(backend: Backend) -> Files:
@@ -212,7 +255,9 @@ def _load_text(opened: OpenedModel, folder: Path) -> None:
 
 
 def _use_text(folder: Path, plan: Plan) -> None:
-    tokenizer = Tokenizer.open(folder, plan)
+    prompts = Prompts.open(folder, plan)
+    tokenizer = prompts.tokenizer
+    assert tokenizer is not None
     for prompt in _PROMPTS:
         ids = tokenizer.encode(prompt)
         tokenizer.decode(ids)
@@ -220,8 +265,8 @@ def _use_text(folder: Path, plan: Plan) -> None:
         for id_ in ids:
             decoder.push([id_])
         decoder.flush()
-    if "chat_template.jinja" in (plan.text.files if plan.text else {}):
-        ChatTemplate.open(folder).render(CHAT)
+    if prompts.template is not None:
+        prompts.template.render(CHAT)
 
 
 def _templates(folder: Path) -> list[Files]:
@@ -261,7 +306,13 @@ _ALL = (
         "tokenizer",
         _tokenizers,
         _load_tokenizer,
-        ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+        (
+            "tokenizer.json",
+            "tokenizer.model",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "generation_config.json",
+        ),
     ),
     Loader("template", _templates, _load_template, ("chat_template.jinja", "special_tokens_map.json")),
     Loader("plan", _plans, _load_plan, ("plan.json", "tokenizer.json", "special_tokens_map.json")),

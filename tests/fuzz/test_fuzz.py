@@ -13,7 +13,7 @@ def test_damaged_files_are_loaded_or_refused() -> None:
     assert result.outcomes.total() == 1000
     for loader in NAMES:
         # Damage that goes unnoticed everywhere, or that everything is refused for, would test nothing.
-        assert result.outcomes[loader, "loaded"] > 5
+        assert result.outcomes[loader, "loaded"] > 0
         assert result.outcomes[loader, "refused"] > 20
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from toolkit.runtime.errors import UserError
 
 MEMORY = 1 << 30
 """Bytes of address space that one input may add."""
+_ALLOCATION = re.compile("MemoryError|[Cc]an(no|')t allocate|Unable to allocate")
 _LONGEST = 2000
 """Characters of an error message."""
 
@@ -72,6 +74,8 @@ def _outcome(loader: Loader, files: Files, scratch: Path) -> str:
         _load(loader, files, scratch)
     except UserError as error:
         text = str(error)
+        if _ALLOCATION.search(text):
+            return f"huge allocation: {text:.200}"
         return "refused" if "\n" not in text and len(text) < _LONGEST else f"a message of bad form: {text!r:.200}"
     except BaseException as error:  # panics of Rust libraries are no Exception
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -112,6 +112,11 @@ def test_shard_outside_the_directory(sharded: Path) -> None:
     assert "lacks '../model-1-of-2.safetensors'" in refused(sharded)
 
 
+def test_shard_of_an_impossible_name(sharded: Path) -> None:
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    assert "xxx ..., which" in refused(sharded)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', "[" * 100_000])
 def test_damaged_index(sharded: Path, content: str) -> None:
     (sharded / INDEX).write_text(content)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from toolkit.models.gguf_file import read_gguf
-from toolkit.models.gguf_tokenizer import SPLITS, build_tokenizer
+from toolkit.models.gguf_splits import SPLITS
+from toolkit.models.gguf_tokenizer import build_tokenizer
 from toolkit.runtime.errors import UserError
 
 proto: Any = import_module("sentencepiece.sentencepiece_model_pb2")
@@ -61,6 +62,13 @@ PARTS += [
 TEXT = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), max_size=12).map("".join)
 settings.register_profile("ids", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 IDS = settings(settings.get_profile("ids"), max_examples=150)
+CUTS = settings(settings.get_profile("ids"), max_examples=40)
+# Engines have tables of different Unicode versions: letters that some don't know prove nothing.
+ASSIGNED = st.lists(
+    st.sampled_from(PARTS)
+    | st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs", "Cn", "Co"]), max_size=4),
+    max_size=12,
+).map("".join)
 
 
 # --- byte-level BPE ---------------------------------------------------------------------------------------------------
@@ -152,9 +160,9 @@ def test_qwen2_rules(text: str, qwen2_pair: tuple[Any, Tokenizer]) -> None:
     assert qwen2_pair[1].encode(text).ids == qwen2_pair[0].encode(text, add_special_tokens=False)
 
 
-@IDS
-@given(text=TEXT)
-@pytest.mark.parametrize("name", ["llama-bpe", "dbrx", "tekken", "gpt-4o", "qwen2", "deepseek-r1-qwen"])
+@CUTS
+@given(text=ASSIGNED)
+@pytest.mark.parametrize("name", ["llama-bpe", "dbrx", "tekken", "gpt-4o", "qwen2", "deepseek-r1-qwen", "qwen35"])
 def test_patterns_split_as_those_of_transformers(name: str, text: str) -> None:
     module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     steps: list[Any] = [
@@ -165,6 +173,57 @@ def test_patterns_split_as_those_of_transformers(name: str, text: str) -> None:
     assert SPLITS[name].pre_tokenizer().pre_tokenize_str(text) == expected
 
 
+def test_transformers_knows_no_name_that_is_missing() -> None:
+    module = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    assert set(module.GGUF_PRE_TOKENIZER_SPLITS) <= set(SPLITS)
+
+
+@CUTS
+@given(text=ASSIGNED)
+@pytest.mark.parametrize("name", sorted({id(split): name for name, split in SPLITS.items()}.values()))
+def test_patterns_cut_as_another_engine_does(name: str, text: str) -> None:
+    """Each pattern isolates what it matches in the words of the one before, by the `regex` package."""
+    split = SPLITS[name]
+    patterns = [pattern.replace(r"(?i:[sdmt]|ll|ve|re)", r"(?i:s|d|m|t|ll|ve|re)") for pattern in split.patterns]
+    words = [text] if text else []
+    for pattern in [*patterns, *([PlainBPE.GPT2] if split.gpt2 else [])]:
+        words = [part for word in words for part in isolated(pattern, word)]
+    if split.afterwards:
+        return  # these see bytes, not characters
+    alphabet = PlainBPE({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": []}).letters
+    expected = ["".join(alphabet[byte] for byte in word.encode()) for word in words]
+    assert [word for word, _ in split.pre_tokenizer().pre_tokenize_str(text)] == expected
+
+
+def isolated(pattern: str, word: str) -> list[str]:
+    """The matches and what lies between them."""
+    cuts = sorted({0, len(word), *(edge for match in regex.finditer(pattern, word) for edge in match.span())})
+    return [word[start:stop] for start, stop in pairwise(cuts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("deepseek-v3", "abc12345 你好world", "abc|123|45|Ġ|ä½łå¥½|world"),
+        ("deepseek-v3", "x.y_z 1,000", "x|.y|_z|Ġ|1|,|000"),
+        ("deepseek-coder", "if(a)\n  b=12", "if|(|a|)|Ċ|Ġ|Ġb|=|1|2"),
+        ("deepseek-llm", "The cat\nsat, 42", "The|Ġcat|Ċ|sat|,|Ġ|4|2"),
+        ("falcon", "it's $1234567.", "it|'|s|Ġ|$|123|456|7|."),
+        ("gpt-4o", "CamelCase HTTPServer", "Camel|Case|ĠHTTPServer"),
+        ("tekken", "Hello 123", "Hello|Ġ|1|2|3"),
+        ("bloom", "Hello, world!", "Hello|,|Ġworld|!"),
+        ("viking", "in 2024.", "in|Ġ|2|0|2|4|."),
+        ("superbpe", "1234567 ab", "1|234|567|Ġab"),
+        ("jais-2", "a     b", "a|ĠĠĠĠ|Ġb"),
+        ("seed-coder", "a  =1\r\n", "a|Ġ|Ġ=|1|čĊ"),
+        ("smollm", "x 12", "x|Ġ|1|2"),
+    ],
+)
+def test_words_of_known_texts(name: str, text: str, words: str) -> None:
+    assert [word for word, _ in SPLITS[name].pre_tokenizer().pre_tokenize_str(text)] == words.split("|")
+
+
+UNKNOWN = "tokenizer.ggml.unknown_token_id"
 SMALL = {
     "general.architecture": "llama",
     "tokenizer.ggml.model": "gpt2",
@@ -207,10 +266,12 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
     [
         ({"tokenizer.ggml.pre": "mystery"}, r"pre-tokenizer is 'mystery'; known are gpt-2, .*smollm"),
         ({"tokenizer.ggml.pre": "default"}, "pre-tokenizer is 'default'"),
-        ({"tokenizer.ggml.model": "rwkv"}, "of kind 'rwkv'; gpt2 and llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "of kind 'rwkv'; gpt2, llama, t5"),
         ({"tokenizer.ggml.merges": ["a zz"]}, "tokenizer is damaged"),
         ({"tokenizer.ggml.token_type": np.array([1])}, "8 tokens but 1 token types"),
-        ({"tokenizer.ggml.model": "llama"}, "one score a token"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": []}, "one score a token"),
+        ({"tokenizer.ggml.model": "t5"}, "one score a token"),
+        ({"tokenizer.ggml.model": "t5", "tokenizer.ggml.scores": [0.0] * 8, UNKNOWN: 99}, "tokenizer is damaged"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -279,6 +340,51 @@ def test_ids_are_those_of_sentencepiece(text: str, trained: tuple[Any, Tokenizer
     assert tokenizer.encode(text, add_special_tokens=False).ids == expected
     assert tokenizer.encode(text).ids == [1, *expected]
     assert tokenizer.decode(expected) == text.replace("▁", " ")
+
+
+# --- unigram ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["t5", "bare", "bytes"])
+def unigram(request: pytest.FixtureRequest) -> tuple[Any, Tokenizer]:
+    """A unigram model as T5 has it, one that leaves the text as it is, and one with byte fallback; and conversions."""
+    source = random.Random(1)
+    words = ["".join(source.choices("etaoinshrdlu-.,é1 2", k=source.randint(1, 8))) for _ in range(300)]
+    model = io.BytesIO()
+    like_t5 = request.param == "t5"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(" ".join(source.choices(words, k=12)) for _ in range(500)),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=220 + 256 * (request.param == "bytes"),
+        byte_fallback=request.param == "bytes",
+        add_dummy_prefix=like_t5,
+        normalization_rule_name="nmt_nfkc" if like_t5 else "identity",
+        remove_extra_whitespaces=like_t5,
+        minloglevel=2,
+    )
+    reference: Any = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    parsed = proto.ModelProto.FromString(model.getvalue())
+    rules = parsed.normalizer_spec
+    metadata = pieces(parsed) | {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.add_space_prefix": rules.add_dummy_prefix,
+        "tokenizer.ggml.remove_extra_whitespaces": rules.remove_extra_whitespaces,
+        "tokenizer.ggml.precompiled_charsmap": np.frombuffer(rules.precompiled_charsmap, np.int8),
+    }
+    return reference, build_tokenizer(metadata)
+
+
+@IDS
+@given(text=(LETTERS | ASSIGNED).filter(lambda text: regex.search(r"<(s|/s|unk|0x..)>", text) is None))
+@example(text="  é  e\u0301 ①ﬁ\t中")
+def test_unigram_ids_are_those_of_sentencepiece(text: str, unigram: tuple[Any, Tokenizer]) -> None:
+    reference, tokenizer = unigram
+    expected = reference.encode(text)
+    assert tokenizer.encode(text, add_special_tokens=False).ids == expected
+    assert tokenizer.encode(text).ids == [*expected, 2]
+    if reference.unk_id() not in expected:
+        assert tokenizer.decode(expected) == reference.decode(expected)
 
 
 @pytest.fixture(scope="module")

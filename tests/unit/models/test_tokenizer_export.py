@@ -124,11 +124,28 @@ def test_no_tokenizer_no_files(tmp_path: Path) -> None:
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(UserError, match=r"cannot be loaded .* fix its files, or remove them") as error:
+    for content, reason in (("{", "not valid JSON"), ("{}", "cannot be loaded .* fix its files, or remove them")):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(UserError, match=reason) as error:
+            write_text(opened(TextFiles(directory=tmp_path)), tmp_path)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"added_tokens": [{"id": 2**31, "content": "x"}]}, "has a token id above"),
+        ({"model": {"type": "BPE", "vocab": {"a": 2**32 - 1}, "merges": []}}, "has a token id above"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "charsmap is damaged: it has 4"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"precompiled_charsmap": "?"}]}}, "is no base64 text"),
+    ],
+)
+def test_sizes_that_would_take_all_memory(directory: Path, tmp_path: Path, change: Any, reason: str) -> None:
+    values = json.loads((directory / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values | change))
+    with pytest.raises(UserError, match=reason):
         write_text(opened(TextFiles(directory=tmp_path)), tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_a_gguf_file(tmp_path: Path) -> None:
