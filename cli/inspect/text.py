@@ -144,13 +144,16 @@ def _print_kernels(console: Console, data: Inspection) -> None:
 
 
 def describe_code(kernel: KernelReport) -> str:
-    """Whose code runs at how many rows, with the times of the races that decided it."""
-    if not kernel.choices:
-        return "C++"
+    """Whose code runs: a line a race with the winner's time and then the others', else a line a choice."""
     lines = []
-    for choice in kernel.choices:
-        raced = next((race for race in kernel.races if (race.isa, race.rows) == (choice.isa, choice.rows)), None)
-        times = ", ".join(f"{name} {duration(seconds)}" for name, seconds in raced.seconds.items()) if raced else ""
-        rows = f"{choice.rows} row{'s' if choice.rows > 1 else ''}"
-        lines.append(f"{choice.isa}, up to {rows}: {choice.generator}{f' ({times})' if times else ''}")
-    return "\n".join(lines)
+    for race in kernel.races:
+        others = ", ".join(f"{name} {duration(each)}" for name, each in race.seconds.items() if name != race.chosen)
+        won = f"{race.isa}, {_rows_text(race.rows)}: {race.chosen} {duration(race.seconds[race.chosen])}"
+        lines.append(f"{won} ({others})" if others else won)
+    if not lines:
+        lines = [f"{each.isa}, up to {_rows_text(each.rows)}: {each.generator}" for each in kernel.choices]
+    return "\n".join(lines) or "C++"
+
+
+def _rows_text(rows: int) -> str:
+    return f"{rows} row{'s' if rows > 1 else ''}"
