@@ -15,10 +15,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..runtime.decode import decode_json
 from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, EncodedArray, Encoding
 from ..runtime.errors import UserError, shown
+from .float8 import BLOCK, FORMATS, SCALES, Float8Tensor
 
 INDEX = "model.safetensors.index.json"
 MAX_NAME = 512
@@ -87,13 +89,20 @@ class FileTensor:
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop` of the first axis."""
         encoding, dtype = self._stored
+        data = self._read(dtype, start, stop)
+        return EncodedArray(encoding, data.astype("<f4") if dtype == "<f8" else data)
+
+    def read_raw(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Rows `start:stop` of a tensor whose numbers are one byte each."""
+        return self._read("<u1", start, stop)
+
+    def _read(self, dtype: str, start: int, stop: int | None) -> npt.NDArray[Any]:
         first, last, _ = slice(start, stop).indices(self.shape[0] if self.shape else 1)
         row = math.prod(self.shape[1:])
         offset = self.file.start + self.entry.data_offsets[0] + first * row * np.dtype(dtype).itemsize
         # Read and not mapped, so that memory holds no more than what is asked for.
         data = np.fromfile(self.file.path, dtype, max(0, last - first) * row, offset=offset)
-        data = data.reshape(-1, *self.shape[1:]) if self.shape else data.reshape(())
-        return EncodedArray(encoding, data.astype("<f4") if dtype == "<f8" else data)
+        return data.reshape(-1, *self.shape[1:]) if self.shape else data.reshape(())
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:
@@ -141,10 +150,13 @@ class Checkpoint:
     """A `TensorSource` over the safetensors files of a directory.
 
     `rename` gives the model's name of a tensor. `prefix` is what the decoder's parameters begin with in the model,
-    `model.` say. A checkpoint of the bare decoder lacks it; its tensors are then listed with it.
+    `model.` say. A checkpoint of the bare decoder lacks it; its tensors are then listed with it. `block` is that of
+    the scales of 8-bit floats.
     """
 
-    def __init__(self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str, block: tuple[int, int] = BLOCK
+    ) -> None:
         self.files = tuple(read_safetensors(path) for path in weight_files(directory))
         self._name = directory.name
         stored = {name: FileTensor(name, file, entry) for file in self.files for name, entry in file.entries.items()}
@@ -152,9 +164,12 @@ class Checkpoint:
         stored = {rename(name): tensor for name, tensor in stored.items()}
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
-        self._tensors = stored
+        self._files = stored
+        self._tensors: dict[str, FileTensor | Float8Tensor] = {
+            name: _with_scales(name, tensor, stored, block) for name, tensor in stored.items()
+        }
 
-    def __getitem__(self, name: str) -> FileTensor:
+    def __getitem__(self, name: str) -> FileTensor | Float8Tensor:
         if name not in self._tensors:
             raise UserError(f"The checkpoint {self._name} lacks the tensor {name}; download it again.")
         return self._tensors[name]
@@ -169,10 +184,31 @@ class Checkpoint:
     def main_encoding(self) -> Encoding:
         """The float format that most of the weights have."""
         sizes: Counter[Encoding] = Counter()
-        for tensor in self._tensors.values():
+        for tensor in self._files.values():
             if tensor.entry.dtype in _FLOATS:
                 sizes[tensor.encoding] += math.prod(tensor.shape)
         return sizes.most_common(1)[0][0] if sizes else FLOAT32
+
+
+def _with_scales(
+    name: str, tensor: FileTensor, stored: Mapping[str, FileTensor], block: tuple[int, int]
+) -> FileTensor | Float8Tensor:
+    """A tensor of 8-bit floats together with its scales, if the checkpoint has them; else the tensor as it is."""
+    if tensor.format not in FORMATS:
+        return tensor
+    scales = (stored[name + suffix] for suffix in SCALES if name + suffix in stored)
+    found = next(scales, None)
+    return tensor if found is None else Float8Tensor(tensor, found, block)
+
+
+def float8_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """What a user should know of weights in 8-bit floats."""
+    count = sum(isinstance(checkpoint[name], Float8Tensor) for name in checkpoint)
+    if count:
+        yield (
+            f"{count} tensors are 8-bit floats with scales in the checkpoint; `--quant keep` stores their exact values "
+            "as float32, 4 times the size: --quant int8, or none for --dtype, stores less"
+        )
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -19,7 +19,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..compiler.weights import TensorSource
 from ..runtime.encodings import Encoding, FloatName
 from ..runtime.errors import UserError, brief, foreign_errors, shown
-from .checkpoint import INDEX, Checkpoint, weight_files
+from .checkpoint import INDEX, Checkpoint, float8_notes, weight_files
+from .float8 import BLOCK
 from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
 from .gguf_source import GGUFSource, growth_notes
@@ -83,13 +84,11 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
     config = _read_config(directory)
     used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TEXT_FILES)]
     weights: TensorSource
+    notes: tuple[str, ...] = ()
     if not random:
-        if getattr(config, "quantization_config", None) is not None:
-            method = _field(config.quantization_config, "quant_method") or "unknown"
-            raise UserError(
-                f"{directory.name} is quantized by {shown(method)}, which is not supported; use the original or a GGUF."
-            )
-        weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config))
+        block = _float8_block(directory, config)
+        weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config), block)
+        notes = tuple(float8_notes(weights))
         stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"
         used += weight_files(directory)
     else:
@@ -105,7 +104,29 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
         text=TextFiles(directory=directory) if any((directory / file).is_file() for file in _TOKENIZER_FILES) else None,
         eos_token_ids=eos,
         bos_token_id=bos,
+        notes=notes,
     )
+
+
+def _float8_block(directory: Path, config: PretrainedConfig) -> tuple[int, int]:
+    """Rows and columns of the blocks that share a scale in a checkpoint of 8-bit floats.
+
+    The configuration's quantization is dropped: captured are the model's own layers. Raises UserError if the checkpoint
+    is quantized in another way.
+    """
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return BLOCK
+    method, format_ = _field(found, "quant_method") or "unknown", _field(found, "format") or ""
+    if method != "fp8" and not (method == "compressed-tensors" and str(format_).startswith(("float", "naive"))):
+        raise UserError(
+            f"{directory.name} is quantized by {shown(method)}, which is not supported; use the original or a GGUF."
+        )
+    del config.quantization_config
+    block = _field(found, "weight_block_size") or BLOCK
+    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise UserError(f"{directory.name}/config.json has weight_block_size {shown(block)}, expected two sizes")
+    return block[0], block[1]
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
