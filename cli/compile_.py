@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ..runtime.load import read_plan
 from ..runtime.plan import KvDType, Plan
-from .driver import OPTIMIZE
+from .driver import CALIBRATION_METHOD, OPTIMIZE
 from .driver import compile as compile_model
 from .progress import Phases, TerminalPhases
 from .requirements import Requirements, requirements, sentences
@@ -53,6 +53,15 @@ class Summary(msgspec.Struct, frozen=True):
     "int4-g64, int4-g128-asym, ... or a YAML recipe.",
 )
 @click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Round weights for what they meet when the model runs on this text.",
+)
+@click.option(
+    "--calibration-method", default=CALIBRATION_METHOD, show_default=True, metavar="NAME", help="awq, gptq or awq+gptq."
+)
+@click.option(
     "--dtype", default="auto", show_default=True, help="auto (the checkpoint's), float32, bfloat16 or float16."
 )
 @click.option(
@@ -91,6 +100,8 @@ def command(
     target: str,
     output: Path | None,
     quant: str,
+    calibrate: Path | None,
+    calibration_method: str,
     dtype: str,
     kv_cache_dtype: str,
     max_batch: int | None,
@@ -112,6 +123,7 @@ def command(
     Examples:
       toolkit compile SmolLM2-135M-Instruct.Q4_1.gguf -o smol-plan
       toolkit compile Qwen/Qwen3-0.6B --quant int8 -o qwen-plan
+      toolkit compile Qwen/Qwen3-0.6B --quant int4-g64 --calibrate text.txt
       toolkit compile ./my-model --dtype float32 --quant none --max-context 2048
       toolkit compile ./only-config --weights random:7
       toolkit compile model.gguf --generator race -o fast-plan
@@ -123,6 +135,8 @@ def command(
             target=target,
             output=output,
             quant=quant,
+            calibrate=calibrate,
+            calibration_method=calibration_method,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             max_batch=max_batch,

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from .. import __version__
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 OPTIMIZE = 2
 """Level of optimization, if none is asked for."""
+CALIBRATION_METHOD = "awq+gptq"
+"""How weights are rounded on a text, if nothing else is asked for: the best in `docs/quantization.md`."""
 
 
 def compile(
@@ -35,6 +38,8 @@ def compile(
     target: str = "cpu",
     output: str | Path | None = None,
     quant: str = "keep",
+    calibrate: str | Path | None = None,
+    calibration_method: str = CALIBRATION_METHOD,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     max_batch: int | None = None,
@@ -50,7 +55,8 @@ def compile(
 ) -> Path:
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
 
-    `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `dtype` is auto, float32,
+    `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `calibrate` is a text
+    file on which weights are rounded, by `calibration_method` awq, gptq or awq+gptq; `dtype` is auto, float32,
     bfloat16 or float16, and `kv_cache_dtype` one of those or int8; `weights` "random" or "random:SEED" for a model
     without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the interpreter;
     `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning` says;
@@ -76,25 +82,43 @@ def compile(
         from ..models.tokenizer import write_text
         from ..passes.pipelines import pipeline
         from ..passes.quantization import Quantization
+        from .calibration import calibrated, text_windows
     with phases.phase("Open"):
         opened = open_model(str(model), dtype=dtype, random=seed is not None)
         quantization = Quantization.parse(quant, opened.dtype)
         bounds = chosen.bounds(_model_context(opened, chosen), max_batch, max_context)
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
-    with staged(destination, force=force) as folder:
+    with staged(destination, force=force) as folder, TemporaryDirectory(dir=folder) as spool:
         with phases.phase("Capture"):
             captured = capture(opened.config, dtype=opened.dtype, bounds=bounds, has_weight=opened.weights.__contains__)
+            text = write_text(opened, folder)
+        with phases.phase("Calibrate") if calibrate is not None else nullcontext():
+            source, notes = calibrated(
+                captured,
+                opened,
+                calibrate,
+                method=calibration_method,
+                quantization=quantization,
+                read=lambda file: text_windows(Path(file), folder, text, opened.bos_token_id, bounds.max_context),
+                folder=Path(spool),
+                progress=phases.advance,
+            )
         with phases.phase("Fuse"):
             passes = pipeline(
                 chosen,
                 quant=quantization,
-                encoding_of=lambda name: opened.weights[name].encoding,
+                encoding_of=lambda name: source[name].encoding,
                 level=optimize,
             )
-            dump = Path(dump_ir) if dump_ir else None
-            fused, reports = run_passes(captured, passes, check=check, dump=dump, progress=phases.advance)
+            fused, reports = run_passes(
+                captured,
+                passes,
+                check=check,
+                dump=Path(dump_ir) if dump_ir else None,
+                progress=phases.advance,
+            )
         with phases.phase("Lower"):
-            resolved = resolve_encodings(fused, opened.weights)
+            resolved = resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
             program = make_program(resolved, chosen, bounds, kv_dtype)
         with phases.phase("Race") if generators.kind == "race" else nullcontext():
@@ -105,9 +129,8 @@ def compile(
                 [program.bucket], lowered.kernels, lowered.weights, folder, progress=phases.advance
             )
         with phases.phase("Weights"):
-            packed = pack_weights(lowered.weights, opened.weights, folder, phases.advance, random=seed is not None)
+            packed = pack_weights(lowered.weights, source, folder, phases.advance, random=seed is not None)
         with phases.phase("Write"):
-            text = write_text(opened, folder)
             write_onnx(captured, folder / "graph.onnx")
             plan = make_plan(
                 model=_model(opened, captured, bounds, quant, seed),
@@ -119,7 +142,7 @@ def compile(
                 text=text,
                 eos_token_ids=opened.eos_token_ids,
                 bos_token_id=opened.bos_token_id,
-                report=_report(captured, fused, reports, (*opened.notes, *packed.notes, *tuned.notes)),
+                report=_report(captured, fused, reports, (*notes, *packed.notes, *tuned.notes)),
                 tuning=None if tuned.tuning is None else write_tuning(tuned.tuning, folder),
             )
             write_plan(plan, folder)

@@ -17,6 +17,7 @@ from ..runtime.errors import InternalError, UserError
 from ..runtime.options import EngineOptions
 from ..runtime.prompt import Prompts
 from ..runtime.request import Add, Error, Finished, SamplingParams, Tokens
+from .windows import cut, read_text
 
 TEXT = Path(__file__).with_name("quality_text.txt")
 """The text that is used without `--text`: stories, explanations, code, a recipe, sums, and three other languages."""
@@ -111,16 +112,6 @@ def measure(
     }
 
 
-def cut(tokens: Sequence[int], window: int, bos: int | None) -> Iterator[list[int]]:
-    """Windows of at most so many tokens; each begins with the model's begin token, if it has one."""
-    first = [] if bos is None else [bos]
-    step = window - len(first)
-    for start in range(0, len(tokens), step):
-        part = first + list(tokens[start : start + step])
-        if len(part) > 1:
-            yield part
-
-
 def quality(
     directory: Path,
     reference: str,
@@ -164,16 +155,6 @@ def _windows(directory: Path, plan: PlanScorer, text: Path | None, window: int) 
     if len(tokens) < 2:
         raise UserError(f"{text} has {len(tokens)} tokens: give a text of some thousand")
     return cut(tokens, min(window, plan.longest), plan.plan.bos_token_id if plan.plan.text.add_bos else None)
-
-
-def read_text(path: Path) -> str:
-    """A text file. Raises UserError if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not a text file in UTF-8") from None
 
 
 def _open_reference(reference: str, options: EngineOptions) -> Scorer:

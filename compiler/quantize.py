@@ -22,12 +22,14 @@ _BLOCK = 1 << 16
 """Values encoded at a time, so that intermediate arrays stay in the CPU's caches."""
 
 
-def encode(values: Float32, encoding: Encoding, importance: Float32 | None = None) -> EncodedArray:
+def encode(
+    values: Float32, encoding: Encoding, importance: Float32 | None = None, *, search: bool = True
+) -> EncodedArray:
     """Float32 values of shape [..., K] in the encoding; NaN and infinity must have been refused before.
 
     Affine groups choose scale and minimum by least squared error, in which `importance` [K] weighs the columns (8-bit
-    codes: by the largest magnitude). Raises ValueError if K is not a multiple of the group or a value does not fit the
-    encoding's floats.
+    codes, and all without `search`, by the largest magnitude). Raises ValueError if K is not a multiple of the group or
+    a value does not fit the encoding's floats.
     """
     if encoding.kind == "float32":
         return EncodedArray(encoding, np.ascontiguousarray(values, dtype=np.float32))
@@ -35,7 +37,7 @@ def encode(values: Float32, encoding: Encoding, importance: Float32 | None = Non
         return EncodedArray(encoding, _to_float16(values))
     if encoding.kind == "bfloat16":
         return EncodedArray(encoding, to_bfloat16(values))
-    return _to_affine(values, encoding, importance)
+    return _to_affine(values, encoding, importance, search)
 
 
 def to_bfloat16(values: Float32) -> npt.NDArray[np.uint16]:
@@ -53,7 +55,7 @@ def _to_float16(values: Float32) -> npt.NDArray[np.float16]:
     return result
 
 
-def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None) -> EncodedArray:
+def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None, search: bool) -> EncodedArray:
     *lead, columns = values.shape
     if columns % encoding.group:
         raise ValueError(f"{columns} columns are not a multiple of the group of {encoding.group}")
@@ -66,7 +68,7 @@ def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None) 
 
     def encode_rows(start: int) -> None:
         rows = slice(start, start + step)
-        scale[rows], found = fit(groups[rows], encoding, weights)
+        scale[rows], found = fit(groups[rows], encoding, weights, search=search)
         if minimum is not None and found is not None:
             minimum[rows] = found
         codes[rows] = nearest(groups[rows], scale[rows], found, encoding)
@@ -95,24 +97,29 @@ def nearest(groups: Float32, scale: Array, minimum: Array | None, encoding: Enco
     return np.clip(codes, low, high, out=codes)
 
 
-def fit(groups: Float32, encoding: Encoding, weights: Float32 | None = None) -> tuple[Array, Array | None]:
+def fit(
+    groups: Float32, encoding: Encoding, weights: Float32 | None = None, *, search: bool = True
+) -> tuple[Array, Array | None]:
     """Stored scales [..], and minima if the encoding has them, for values [.., group] by least squared error.
 
     `weights` [.., group] say how much the error of each value counts. Raises ValueError if a scale does not fit.
     """
     low, high = (np.float32(limit - encoding.zero) for limit in _code_range(encoding))
+    search = search and encoding.bits <= _SEARCHED_BITS
     if encoding.has_minimum:
         least, most = groups.min(axis=-1), groups.max(axis=-1)
         middle, offset = (least + most) * np.float32(0.5), (low + high) * np.float32(0.5)
         scale = (most - least) / (high - low)
-        if encoding.bits <= _SEARCHED_BITS:
+        if search:
             scale, middle = _refine(groups, scale, middle, (low - offset, high - offset), weights)
         return _stored(scale, encoding), _stored(middle - offset * scale, encoding)
     if encoding.bits > _SEARCHED_BITS:
         return _stored(np.abs(groups).max(axis=-1) / high, encoding), None
     # The code range is one wider below zero: give that side to the value of the largest magnitude.
     extreme = np.take_along_axis(groups, np.abs(groups).argmax(axis=-1)[..., None], axis=-1)[..., 0]
-    scale, _ = _refine(groups, extreme / low, None, (low, high), weights)
+    scale = extreme / low
+    if search:
+        scale, _ = _refine(groups, scale, None, (low, high), weights)
     return _stored(scale, encoding), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import mmap
 import threading
@@ -213,6 +214,8 @@ class CpuDevice:
         for worker in self._workers:
             worker.join()
         self._state = self._arena = np.zeros(0, np.uint8)
+        # Else the linker would take a library that replaces this one at its path for the same.
+        _ctypes.dlclose(self._library._handle)
         self._weights, self._caches = {}, []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from toolkit.cli.main import group
-from toolkit.cli.quality import PlanScorer, cut, measure
+from toolkit.cli.quality import PlanScorer, measure
+from toolkit.cli.windows import cut
 from toolkit.compiler.codegen import cpu as codegen
 from toolkit.models.reference import Reference
 from toolkit.runtime.device.machine import cpu_flags
@@ -62,15 +64,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def plan(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from toolkit.cli.driver import compile as compile_model
-
+def native() -> Iterator[None]:
+    """Compile for this machine's best instruction set level alone."""
     best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
-        return compile_model(
-            model[0], output=tmp_path_factory.mktemp("plan") / "plan", quant="int4", max_batch=4, max_context=64
-        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan(native: None, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(model[0], tmp_path_factory.mktemp("plan") / "plan", quant="int4")
 
 
 def tokens(count: int) -> list[int]:
@@ -128,6 +132,65 @@ def test_the_command(model: tuple[Path, Any], plan: Path, tmp_path: Path) -> Non
     assert itself["kl"] == pytest.approx(0.0, abs=1e-12)
     assert itself["top1_agreement"] == 1.0
     assert "KL divergence" in run(str(plan), "--reference", str(plan), *options)
+
+
+def compiled(model: Path, output: Path, **options: Any) -> Path:
+    from toolkit.cli.driver import compile as compile_model
+
+    return compile_model(model, output=output, max_batch=4, max_context=64, **options)
+
+
+@pytest.mark.usefixtures("native")
+def test_calibration_brings_a_plan_closer(model: tuple[Path, Any], plan: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(WORDS[token] for token in np.random.default_rng(8).integers(3, 199, 2000)))
+    calibrated = compiled(model[0], tmp_path / "calibrated", quant="int4", calibrate=text)
+    assert sorted(path.name for path in calibrated.iterdir()) == sorted(path.name for path in plan.iterdir())
+    windows, reference = list(cut(tokens(500), 63, None)), Reference(str(model[0]))
+    kl = []
+    for directory in (plan, calibrated):
+        scorer = PlanScorer(directory, EngineOptions(memory=1 << 30, threads=1))
+        kl.append(measure(scorer, reference, windows, lambda done: None)["kl"])
+        assert any("calibrated on" in note for note in scorer.plan.report.notes) == (directory == calibrated)
+        scorer.close()
+    assert kl[1] < kl[0]
+
+
+def test_calibration_that_can_not_be_done_is_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word3 word4 word5")
+    (tmp_path / "empty.txt").write_text("")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model[0] / name).read_bytes())
+    for folder, options, message in (
+        (model[0], {"quant": "int4", "calibrate": text, "calibration_method": "magic"}, "must be awq, gptq, awq.gptq"),
+        (model[0], {"quant": "bf16", "calibrate": text}, "choose an integer encoding"),
+        (model[0], {"quant": "int4", "calibrate": tmp_path / "empty.txt"}, "has 0 tokens"),
+        (model[0], {"quant": "int4", "calibrate": tmp_path / "missing.txt"}, "can't read"),
+        (model[0], {"quant": "int4", "calibrate": text, "weights": "random"}, "random weights can't be calibrated"),
+        (bare, {"quant": "int4", "calibrate": text}, "needs the model's tokenizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compiled(folder, tmp_path / "plan", **options)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_plan_that_replaces_another_runs_its_own_kernels(model: tuple[Path, Any], tmp_path: Path) -> None:
+    """In one process, at one path: the linker knows libraries by their names."""
+    place, prompt = tmp_path / "plan", tokens(40)
+
+    def scores(directory: Path) -> Any:
+        scorer = PlanScorer(directory, EngineOptions(memory=1 << 30, threads=1))
+        rows = np.array(scorer.logprobs(prompt))
+        scorer.close()
+        return rows
+
+    scores(compiled(model[0], place, quant="int8"))
+    replaced = scores(compiled(model[0], place, quant="int4-g64", force=True))
+    elsewhere = scores(compiled(model[0], tmp_path / "other", quant="int4-g64"))
+    np.testing.assert_array_equal(replaced, elsewhere)
 
 
 def test_what_can_not_be_compared_is_refused(plan: Path, tmp_path: Path) -> None:

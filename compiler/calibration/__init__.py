@@ -1,0 +1,1 @@
+"""Calibration: weights are rounded by what the model does on a text."""
