@@ -91,6 +91,11 @@ class Summary(msgspec.Struct, frozen=True):
 @click.option(
     "--tuning", type=click.Path(path_type=Path), help="Use the results of a race in this file: a plan's tuning.json."
 )
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Tokens depend on neither the batch nor chunks, cache hits and preemption; says what that costs.",
+)
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -111,6 +116,7 @@ def command(
     check: bool,
     generator: str | None,
     tuning: Path | None,
+    deterministic: bool,
     dump_ir: Path | None,
     force: bool,
     as_json: bool,
@@ -146,21 +152,22 @@ def command(
             check=check,
             generator=generator,
             tuning=tuning,
+            deterministic=deterministic,
             dump_ir=dump_ir,
             force=force,
             progress=phases,
         )
     plan = read_plan(path)
-    summary = summarize(path, plan, phases.seconds)
+    summary = summarize(path, plan, phases)
     if as_json:
         click.echo(msgspec.json.encode(summary))
     else:
         print_summary(summary, plan)
 
 
-def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
+def summarize(path: Path, plan: Plan, phases: Phases) -> Summary:
     """The figures of a finished plan."""
-    notes = (*plan.report.notes, *(note for each in plan.report.passes for note in each.notes))
+    notes = (*phases.notes, *plan.report.notes, *(note for each in plan.report.passes for note in each.notes))
     return Summary(
         plan=str(path),
         captured_ops=plan.report.captured_ops,
@@ -172,7 +179,7 @@ def summarize(path: Path, plan: Plan, seconds: dict[str, float]) -> Summary:
         kv_bytes_per_token=plan.kv_bytes_per_token,
         estimated_seconds_per_token=seconds_per_token(plan, read_bandwidth()),
         requirements=requirements(plan),
-        seconds={name: round(value, 3) for name, value in seconds.items()},
+        seconds={name: round(value, 3) for name, value in phases.seconds.items()},
         notes=notes,
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +20,7 @@ from ..compiler.shapes import Bounds, largest
 from ..compiler.targets import Target, parse_kv_dtype, parse_targets
 from ..runtime.debug import debug
 from ..runtime.errors import UserError
-from ..runtime.plan import Model, PassReport, Report, RopeChanges
+from ..runtime.plan import Model, PassReport, Plan, Report, RopeChanges
 from .progress import Phases
 from .staging import check_output, staged
 from .tune import Generators
@@ -32,7 +34,7 @@ CALIBRATION_METHOD = "awq+gptq"
 """How weights are rounded on a text, if nothing else is asked for: the best in `docs/quantization.md`."""
 
 
-def compile(
+def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compiling needs)
     model: str | Path,
     *,
     target: str = "cpu",
@@ -49,6 +51,7 @@ def compile(
     check: bool = False,
     generator: str | None = None,
     tuning: str | Path | None = None,
+    deterministic: bool = False,
     dump_ir: str | Path | None = None,
     force: bool = False,
     progress: Phases | None = None,
@@ -60,9 +63,10 @@ def compile(
     bfloat16 or float16, and `kv_cache_dtype` one of those or int8; `weights` "random" or "random:SEED" for a model
     without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the interpreter;
     `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning` says;
-    `dump_ir` is a directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the
-    current directory. An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises
-    UserError for what can't be used.
+    a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; `dump_ir` is
+    a directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory.
+    An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't
+    be used.
     """
     chosen, seed, wanted_kv = _one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
     generators = Generators.parse(generator, tuning)
@@ -111,18 +115,15 @@ def compile(
                 level=optimize,
             )
             fused, reports = run_passes(
-                captured,
-                passes,
-                check=check,
-                dump=Path(dump_ir) if dump_ir else None,
-                progress=phases.advance,
+                captured, passes, check=check, dump=Path(dump_ir) if dump_ir else None, progress=phases.advance
             )
         with phases.phase("Lower"):
             resolved = resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
-            program = make_program(resolved, chosen, bounds, kv_dtype)
+            lower = partial(make_program, resolved, chosen, bounds, kv_dtype)
+            program = lower(deterministic=deterministic)
         with phases.phase("Race") if generators.kind == "race" else nullcontext():
-            tuned = generators.choose(program, chosen.isas, phases.advance)
+            tuned = generators.choose(program, chosen.isas, phases.advance, deterministic=deterministic)
             program, lowered = tuned.program, tuned.program.lowered
         with phases.phase("Kernels"):
             libraries = build_libraries(
@@ -132,12 +133,11 @@ def compile(
             packed = pack_weights(lowered.weights, source, folder, phases.advance, random=seed is not None)
         with phases.phase("Write"):
             write_onnx(captured, folder / "graph.onnx")
-            plan = make_plan(
+            describe = partial(
+                make_plan,
                 model=_model(opened, captured, bounds, quant, seed),
                 target=chosen.name,
                 bounds=bounds,
-                program=program,
-                libraries=libraries,
                 weights=packed,
                 text=text,
                 eos_token_ids=opened.eos_token_ids,
@@ -145,7 +145,10 @@ def compile(
                 report=_report(captured, fused, reports, (*notes, *packed.notes, *tuned.notes)),
                 tuning=None if tuned.tuning is None else write_tuning(tuned.tuning, folder),
             )
+            plan = describe(program=program, libraries=libraries, deterministic=deterministic)
             write_plan(plan, folder)
+        if deterministic and progress is not None:
+            _note_cost(phases, folder, plan, (tuned.again or generators).choose(lower(), chosen.isas).program, describe)
     _debug_stages(captured, fused, plan.report, program)
     return destination
 
@@ -192,6 +195,24 @@ def _model_context(opened: OpenedModel, target: Target) -> int:
 def _is_quantized(graph: Graph) -> bool:
     encodings = (param.recipe.encoding for param in graph.params)
     return any(encoding is not None and encoding.kind == "affine" for encoding in encodings)
+
+
+def _note_cost(phases: Phases, folder: Path, plan: Plan, otherwise: Program, describe: Callable[..., Plan]) -> None:
+    """Note what the deterministic plan costs, beside one of the program that there would be otherwise."""
+    from ..compiler.codegen.cpu import build_libraries
+    from .determinism import cost_note, same_kernels
+
+    with phases.phase("Cost"), TemporaryDirectory() as temporary:
+        other, place = describe(program=otherwise, libraries=plan.libraries), folder
+        if not same_kernels(plan, other):
+            place = Path(temporary)
+            for file in plan.weight_files:
+                if not file.random:
+                    (place / file.file).symlink_to((folder / file.file).resolve())
+            lowered = otherwise.lowered
+            libraries = build_libraries([otherwise.bucket], lowered.kernels, lowered.weights, place)
+            other = describe(program=otherwise, libraries=libraries)
+        phases.notes.append(cost_note([(folder, plan), (place, other)]))
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ class Phases:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         """Duration of each phase that has ended, in order."""
+        self.notes: list[str] = []
+        """What was measured on the way, a sentence each: no part of the plan, which has the same bytes each time."""
 
     def __enter__(self) -> Phases:
         return self

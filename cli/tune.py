@@ -27,6 +27,8 @@ class Tuned:
     program: Program
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
+    again: Generators | None = None
+    """Chooses from the same races, without running them again."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +49,34 @@ class Generators:
             return Generators("race", read_tuning(tuning))
         return Generators("tvm" if kind == "tvm" else "race" if kind == "race" else "cpp")
 
-    def choose(self, program: Program, isas: tuple[IsaName, ...], progress: Progress) -> Tuned:
-        """The program with its kernels chosen: for `race` by timing them here, unless a tuning file says."""
+    def choose(
+        self,
+        program: Program,
+        isas: tuple[IsaName, ...],
+        progress: Progress | None = None,
+        *,
+        deterministic: bool = False,
+    ) -> Tuned:
+        """The program with its kernels chosen: for `race` by timing them here, unless a tuning file says.
+
+        In a `deterministic` program a kernel is one generator's code for any number of rows.
+        """
         from ..compiler.generators import all_tvm, candidates, stays_cpp, with_choices
-        from ..compiler.race import choices_of, used_races
+        from ..compiler.race import choices_of, one_for_all_rows, used_races
 
         if self.kind == "cpp":
             return Tuned(program)
         kernels = candidates(program.lowered)
         if self.kind == "tvm":
             return Tuned(with_choices(program, all_tvm(kernels, isas)), notes=(stays_cpp(program.lowered),))
-        tuning = self.tuning or _race(kernels, progress)
-        choices, notes = choices_of(tuning.races, kernels, isas)
-        used = msgspec.structs.replace(tuning, races=used_races(tuning.races, kernels))
-        return Tuned(with_choices(program, choices), used, notes)
+        measured = self.tuning or _race(kernels, progress)
+        races = one_for_all_rows(measured.races) if deterministic else measured.races
+        choices, notes = choices_of(races, kernels, isas)
+        used = msgspec.structs.replace(measured, races=used_races(races, kernels))
+        return Tuned(with_choices(program, choices), used, notes, Generators(self.kind, measured))
 
 
-def _race(kernels: Sequence[KernelSpec], progress: Progress) -> Tuning:
+def _race(kernels: Sequence[KernelSpec], progress: Progress | None) -> Tuning:
     """Races at every level that this machine runs."""
     from ..compiler.codegen.cpu import ISA_LEVELS, find_compiler
     from ..compiler.codegen.tvm import tvm_version

@@ -45,6 +45,7 @@ def make_plan(
     bos_token_id: int | None,
     report: Report,
     tuning: TuningFile | None = None,
+    deterministic: bool = False,
 ) -> Plan:
     """The plan of what was compiled."""
     passes = tuple(msgspec.structs.replace(each, seconds=0.0) for each in report.passes)
@@ -74,6 +75,7 @@ def make_plan(
         report=msgspec.structs.replace(report, passes=passes),
         fills=dict(weights.fills),
         tuning=tuning,
+        deterministic=deterministic,
     )
 
 

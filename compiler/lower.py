@@ -31,12 +31,13 @@ MAX_POINTWISE = 8
 """Inputs of a pointwise kernel."""
 
 
-def lower(graph: Graph, target: Target, kv_dtype: KvDType) -> Lowered:
-    """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches.
+def lower(graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: bool = False) -> Lowered:
+    """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches, and
+    `deterministic` allows batch-invariant kernels alone.
 
     Raises UserError naming every op that the target has no kernel for.
     """
-    low = Lowering(graph, target, kv_dtype)
+    low = Lowering(graph, target, kv_dtype, deterministic=deterministic)
     blockers: Counter[str] = Counter()
     for op in graph.ops:
         try:

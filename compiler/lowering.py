@@ -51,8 +51,9 @@ Place = Rows | InputArg | WeightArg | CacheArg
 class Lowering:
     """Lowers one graph: rules ask it where inputs are, and tell it which kernels to call."""
 
-    def __init__(self, graph: Graph, target: Target, kv_dtype: KvDType) -> None:
+    def __init__(self, graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: bool = False) -> None:
         self.target = target
+        self.deterministic = deterministic
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
         self.buffers: dict[str, VirtualBuffer] = {}
@@ -221,9 +222,12 @@ class Lowering:
     ) -> None:
         """Append a kernel call with its arguments by name.
 
-        Raises Unsupported for a parameter value that the family lacks, InternalError for wrong names.
+        Raises Unsupported for a parameter value that the family lacks, and for a family that is not batch-invariant
+        where only such are allowed; InternalError for wrong names.
         """
         kernel = make_kernel(family, params)
+        if self.deterministic and not FAMILIES[family].batch_invariant:
+            raise Unsupported(f"kernel {family} is not batch-invariant, as a deterministic plan needs")
         specs = arguments(FAMILIES[family], kernel)
         if {spec.name for spec in specs} != args.keys():
             raise InternalError(

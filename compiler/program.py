@@ -29,12 +29,14 @@ class Program:
         return arena_bytes(self.buffers)
 
 
-def make_program(graph: Graph, target: Target, bounds: Bounds, kv_dtype: KvDType) -> Program:
+def make_program(
+    graph: Graph, target: Target, bounds: Bounds, kv_dtype: KvDType, *, deterministic: bool = False
+) -> Program:
     """Lower a fused graph with resolved encodings, plan its memory and check the plan.
 
     Raises UserError naming every op that the target has no kernel for.
     """
-    lowered = lower(graph, target, kv_dtype)
+    lowered = lower(graph, target, kv_dtype, deterministic=deterministic)
     buffers = plan_memory(lifetimes(lowered))
     program = Program(lowered, buffers, bind(lowered, buffers, bounds))
     check_memory(program.bucket, lowered.kernels, buffers, program.arena)

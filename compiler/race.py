@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -138,16 +140,31 @@ def _merge(choices: Sequence[Choice], isas: Sequence[IsaName]) -> tuple[Choice, 
 
 def _decide(kernel: KernelSpec, isa: IsaName, times: Sequence[Mapping[Generator, float]]) -> list[Race]:
     seconds: list[dict[Generator, float]] = [{name: round(value, 9) for name, value in each.items()} for each in times]
-    if rounds_alike(kernel):
-        winners = [_winner(each) for each in seconds]
-    else:
-        # One for all rows: a sequence's logits must not depend on how many others are in the step.
-        names = seconds[0].keys()
-        winners = [_winner({name: sum(each[name] / each["cpp"] for each in seconds) for name in names})] * len(seconds)
+    winners = [_winner(each) for each in seconds]
+    if not rounds_alike(kernel):  # a sequence's logits must not depend on how many others are in the step
+        winners = [_winner_of_all(seconds)] * len(seconds)
     return [
         Race(kernel.any_shape.symbol, dict(kernel.shape), isa, rows, each, winner)
         for rows, each, winner in zip(ROWS, seconds, winners, strict=True)
     ]
+
+
+def one_for_all_rows(races: Sequence[Race]) -> tuple[Race, ...]:
+    """The races with the generator chosen that is best over all numbers of rows, as deterministic plans need."""
+
+    def kernel(race: Race) -> tuple[object, ...]:
+        return _order(race)[:3]
+
+    decided: list[Race] = []
+    for _, group in groupby(sorted(races, key=_order), kernel):
+        rows = list(group)
+        winner = _winner_of_all([race.seconds for race in rows])
+        decided += [msgspec.structs.replace(race, chosen=winner) for race in rows]
+    return tuple(decided)
+
+
+def _winner_of_all(seconds: Sequence[Mapping[Generator, float]]) -> Generator:
+    return _winner({name: sum(each[name] / each["cpp"] for each in seconds) for name in seconds[0]})
 
 
 def _winner(seconds: Mapping[Generator, float]) -> Generator:

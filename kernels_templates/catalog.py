@@ -73,6 +73,9 @@ class Family:
     doc: str
     layouts: tuple[str, ...] = ()
     """Weight layouts it reads."""
+    batch_invariant: bool = False
+    """Whether what it computes for a token or row is the same to the bit whatever else is in the call: the number of
+    rows and threads, other sequences, and how a prompt is cut into chunks and pages."""
     grid: Callable[[Mapping[str, ParamValue]], Grid] | None = None
     """CUDA only: the launch of the kernel with these parameters."""
 

@@ -368,6 +368,9 @@ class Plan(_Record, frozen=True):
     """Races behind the kernels' choices, if there were any."""
     fills: dict[str, RandomFill] = {}
     modules: tuple[CudaModule, ...] = ()
+    deterministic: bool = False
+    """Whether all kernels are batch-invariant, and each is one generator's code for any number of rows: then a
+    request's tokens and log-probabilities depend on nothing else that runs, on one machine."""
     digest: str = ""
     """`content_digest` of the plan, so that a change of any number in it is noticed; "" in plans before 1.1."""
 

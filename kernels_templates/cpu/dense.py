@@ -54,6 +54,7 @@ _CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
 TAKE_ROWS = Family(
     name="take_rows",
     template="cpu/take_rows.cpp.j2",
+    batch_invariant=True,
     params={},
     args=(_in("x"), _step_input("rows", "const toolkit_row *"), _out("out"), _dim("R"), _int("W")),
     ops=("take_rows",),
@@ -63,6 +64,7 @@ TAKE_ROWS = Family(
 COPY = Family(
     name="copy",
     template="cpu/copy.cpp.j2",
+    batch_invariant=True,
     params={},
     args=(
         *(_in("x"), _out("out"), _dim("rows"), _int("width")),
@@ -75,6 +77,7 @@ COPY = Family(
 NORM = Family(
     name="norm",
     template="cpu/norm.cpp.j2",
+    batch_invariant=True,
     params={
         "kind": ("rms", "layer", "l2"),
         **dict.fromkeys(("has_weight", "has_bias", "has_residual", "float_out", "q8_out"), BOOLS),
@@ -93,6 +96,7 @@ NORM = Family(
 POINTWISE = Family(
     name="pointwise",
     template="cpu/pointwise.cpp.j2",
+    batch_invariant=True,
     params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))},
     args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
     ops=("pointwise",),
@@ -102,6 +106,7 @@ POINTWISE = Family(
 ROPE_TABLE = Family(
     name="rope_table",
     template="cpu/rope_table.cpp.j2",
+    batch_invariant=True,
     params={"function": ("cos", "sin")},
     args=(
         *(_step_input("positions"), _step_input("lengths"), _weight("frequencies"), _out("out")),
@@ -114,6 +119,7 @@ ROPE_TABLE = Family(
 ROPE = Family(
     name="rope",
     template="cpu/rope.cpp.j2",
+    batch_invariant=True,
     params={"head_dim": ANY, "rotary": ANY, "style": ("half", "pair")},
     args=(
         *(_in("x"), _in("cos"), _in("sin"), _out("out")),
@@ -127,6 +133,7 @@ ROPE = Family(
 ROPE_KV_WRITE = Family(
     name="rope_kv_write",
     template="cpu/rope_kv_write.cpp.j2",
+    batch_invariant=True,
     params={
         "head_dim": ANY,
         "rotary": ANY,
@@ -151,6 +158,7 @@ ROPE_KV_WRITE = Family(
 KV_WRITE = Family(
     name="kv_write",
     template="cpu/kv_write.cpp.j2",
+    batch_invariant=True,
     params={"key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
     args=(
         *(_in("k"), _in("v"), _step_input("slots"), _CACHE_OUT),
@@ -164,6 +172,7 @@ KV_WRITE = Family(
 ATTENTION = Family(
     name="attention",
     template="cpu/attention.cpp.j2",
+    batch_invariant=True,
     params={
         "key_dim": ANY,
         "value_dim": ANY,
@@ -187,6 +196,7 @@ ATTENTION = Family(
 REDUCE = Family(
     name="reduce",
     template="cpu/reduce.cpp.j2",
+    batch_invariant=True,
     params={"op": ("sum", "mean", "max")},
     args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
     ops=("reduce",),
@@ -196,6 +206,7 @@ REDUCE = Family(
 SOFTMAX = Family(
     name="softmax",
     template="cpu/softmax.cpp.j2",
+    batch_invariant=True,
     params={},
     args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
     ops=("softmax",),
@@ -205,6 +216,7 @@ SOFTMAX = Family(
 SAMPLE = Family(
     name="sample",
     template="cpu/sample.cpp.j2",
+    batch_invariant=True,
     params={},
     args=(
         *(_in("logits"), _step_input("rows", "const toolkit_row *")),

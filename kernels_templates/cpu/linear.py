@@ -10,6 +10,7 @@ _EXTRA = ("", "t", "n")
 EMBEDDING = Family(
     name="embedding",
     template="cpu/embedding.cpp.j2",
+    batch_invariant=True,
     params={"encoding": panel_encodings(), "layout": ("rows", "panel16")},
     args=(
         ArgSpec("weight", "const uint8_t *", "weight"),
@@ -28,6 +29,7 @@ EMBEDDING = Family(
 QUANTIZE = Family(
     name="quantize",
     template="cpu/quantize.cpp.j2",
+    batch_invariant=True,
     params={},
     args=(
         ArgSpec("x", "const float *", "in"),
@@ -42,6 +44,7 @@ QUANTIZE = Family(
 LINEAR = Family(
     name="linear",
     template="cpu/linear.cpp.j2",
+    batch_invariant=True,
     params={
         "encoding": panel_encodings(),
         "has_bias": (False, True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -318,6 +319,15 @@ def pointwise(kind: str) -> bool:
     attrs = {name: samples.get(name, item.default) for name, item in spec.attrs.items()}
     full = {name: value for name, value in attrs.items() if value is not None}
     return any(spec.expression(full, count) is not None for count in (1, 2, 3))
+
+
+def test_a_deterministic_plan_takes_batch_invariant_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = llama(FLOAT32, layers=1)
+    lower(graph, CPU, "float32", deterministic=True)
+    monkeypatch.setitem(FAMILIES, "norm", replace(FAMILIES["norm"], batch_invariant=False))
+    lower(graph, CPU, "float32")
+    with pytest.raises(UserError, match="kernel norm is not batch-invariant"):
+        lower(graph, CPU, "float32", deterministic=True)
 
 
 def test_lowering_is_deterministic() -> None:
