@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OPTIMIZE = 2
 """Level of optimization, if none is asked for."""
 CALIBRATION_METHOD = "awq+gptq"
-"""How weights are rounded on a text, if nothing else is asked for: the best in `docs/quantization.md`."""
+"""How weights are rounded on a text, if nothing else is asked for."""
 
 
 def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compiling needs)
