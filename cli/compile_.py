@@ -13,6 +13,7 @@ from ..runtime.load import read_plan
 from ..runtime.plan import KvDType, Plan
 from .driver import CALIBRATION_METHOD, OPTIMIZE
 from .driver import compile as compile_model
+from .missing import find_missing, print_missing
 from .progress import Phases, TerminalPhases
 from .requirements import Requirements, requirements, sentences
 from .roofline import read_bandwidth, seconds_per_token
@@ -97,6 +98,9 @@ class Summary(msgspec.Struct, frozen=True):
     help="Tokens depend on neither the batch nor chunks, cache hits and preemption; says what that costs.",
 )
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
+@click.option(
+    "--explain-missing", is_flag=True, help="Only say what keeps MODEL from being compiled; needs no weights."
+)
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def command(
@@ -118,9 +122,10 @@ def command(
     tuning: Path | None,
     deterministic: bool,
     dump_ir: Path | None,
+    explain_missing: bool,
     force: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Turn MODEL into a plan.
 
     MODEL is a directory with config.json and safetensors, a .gguf file, or a Hugging Face hub id.
@@ -134,6 +139,18 @@ def command(
       toolkit compile ./only-config --weights random:7
       toolkit compile model.gguf --generator race -o fast-plan
     """
+    if explain_missing:
+        found = find_missing(
+            model,
+            target=target,
+            quant=quant,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            max_batch=max_batch,
+            max_context=max_context,
+        )
+        click.echo(msgspec.json.encode(found)) if as_json else print_missing(found)
+        return 2 if found.missing else 0
     console = Console(stderr=True)
     with TerminalPhases(console) if console.is_terminal and not as_json else Phases() as phases:
         path = compile_model(
@@ -163,6 +180,7 @@ def command(
         click.echo(msgspec.json.encode(summary))
     else:
         print_summary(summary, plan)
+    return 0
 
 
 def summarize(path: Path, plan: Plan, phases: Phases) -> Summary:

@@ -68,13 +68,13 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
     An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't
     be used.
     """
-    chosen, seed, wanted_kv = _one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
+    chosen, seed, wanted_kv = one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
     generators = Generators.parse(generator, tuning)
     if output is not None:
         check_output(Path(output), force=force)
     phases = progress or Phases()
     with phases.phase("Import"):
-        _require_compile_extra()
+        require_compile_extra()
         from ..compiler.codegen.cpu import build_libraries
         from ..compiler.emit import make_plan, write_plan, write_tuning
         from ..compiler.onnx_io import write_onnx
@@ -90,7 +90,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
     with phases.phase("Open"):
         opened = open_model(str(model), dtype=dtype, random=seed is not None)
         quantization = Quantization.parse(quant, opened.dtype)
-        bounds = chosen.bounds(_model_context(opened, chosen), max_batch, max_context)
+        bounds = chosen.bounds(model_context(opened, chosen), max_batch, max_context)
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
     with staged(destination, force=force) as folder, TemporaryDirectory(dir=folder) as spool:
         with phases.phase("Capture"):
@@ -119,7 +119,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
             )
         with phases.phase("Lower"):
             resolved = resolve_encodings(fused, source)
-            kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=_is_quantized(resolved))
+            kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
             lower = partial(make_program, resolved, chosen, bounds, kv_dtype)
             program = lower(deterministic=deterministic)
         with phases.phase("Race") if generators.kind == "race" else nullcontext():
@@ -156,7 +156,8 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-def _one_target(text: str) -> Target:
+def one_target(text: str) -> Target:
+    """The target of that name. Raises UserError for an unknown one, and for several."""
     targets = parse_targets(text)
     if len(targets) > 1:
         names = ", ".join(target.name for target in targets)
@@ -173,7 +174,8 @@ def _random_seed(weights: str | None) -> int | None:
     return int(match[1] or 0)
 
 
-def _require_compile_extra() -> None:
+def require_compile_extra() -> None:
+    """Raise UserError unless everything that compiling needs is installed."""
     missing = [name for name in ("torch", "transformers", "onnx", "gguf") if find_spec(name) is None]
     if missing:
         raise UserError(
@@ -181,7 +183,7 @@ def _require_compile_extra() -> None:
         )
 
 
-def _model_context(opened: OpenedModel, target: Target) -> int:
+def model_context(opened: OpenedModel, target: Target) -> int:
     """The longest sequence the model was made for: for some RoPE, the length of its training times a factor."""
     found = getattr(opened.config, "max_position_embeddings", None)
     if not isinstance(found, int) or found <= 0:
@@ -192,7 +194,8 @@ def _model_context(opened: OpenedModel, target: Target) -> int:
     return max(found, int(trained * (rope.get("factor") or 1)))
 
 
-def _is_quantized(graph: Graph) -> bool:
+def is_quantized(graph: Graph) -> bool:
+    """Whether any weight of a graph with resolved encodings has integer codes."""
     encodings = (param.recipe.encoding for param in graph.params)
     return any(encoding is not None and encoding.kind == "affine" for encoding in encodings)
 

@@ -31,11 +31,19 @@ MAX_POINTWISE = 8
 """Inputs of a pointwise kernel."""
 
 
+class NoKernelError(UserError):
+    """A target lacks kernels: `blockers` are the ops, with their modules, and why."""
+
+    def __init__(self, target: str, blockers: tuple[str, ...]) -> None:
+        self.blockers = blockers
+        super().__init__(f"target {target} can't run this model: it has no kernel for {'; '.join(blockers)}")
+
+
 def lower(graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: bool = False) -> Lowered:
     """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches, and
     `deterministic` allows batch-invariant kernels alone.
 
-    Raises UserError naming every op that the target has no kernel for.
+    Raises NoKernelError naming every op that the target has no kernel for.
     """
     low = Lowering(graph, target, kv_dtype, deterministic=deterministic)
     blockers: Counter[str] = Counter()
@@ -47,7 +55,7 @@ def lower(graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: boo
             for value in op.outputs:
                 low.put(value, _assumed(low, op, value))
     if blockers:
-        raise UserError(f"target {target.name} can't run this model: it has no kernel for {'; '.join(blockers)}")
+        raise NoKernelError(target.name, tuple(blockers))
     forward = len(low.calls)
     _sample(low, graph.outputs[0])
     calls = place_barriers(low.calls)

@@ -12,7 +12,19 @@ from torch import SymInt, Tensor, fx
 from ..compiler.ir import Attr, Value
 from .emitter import BINARY
 from .probe import ACTIVATIONS, MaskKind, RopeKind, classify_mask
-from .translate import Handler, Mask, Operand, Positional, Rotary, Traced, Translator, Untranslatable, Weight, op_name
+from .translate import (
+    Empty,
+    Handler,
+    Mask,
+    Operand,
+    Positional,
+    Rotary,
+    Traced,
+    Translator,
+    Untranslatable,
+    Weight,
+    op_name,
+)
 
 H = TypeVar("H", bound=Handler)
 HANDLERS: dict[str, Handler] = {}
@@ -144,7 +156,14 @@ def _layer_end(t: Translator, node: fx.Node, x: Operand, like: int, index: int) 
 @translates("toolkit.layer_repeat")
 def _layer_repeat(t: Translator, node: fx.Node, x: Operand, like: int, index: int) -> Traced:
     x = t.traced(x)
+    t.problems.repeat(*(f"{t.emitter.layers}.{number}" for number in (like, index)))
     return Traced(t.emitter.repeat_layer(index, like, x.value), x.batch)
+
+
+@translates("toolkit.experts")
+def _experts(t: Translator, node: fx.Node, x: Operand) -> Operand:
+    found: Operand = t.assume(node)  # the hooks have reported it
+    return found
 
 
 # matrices and tables
@@ -395,8 +414,12 @@ def _unsqueeze(t: Translator, node: fx.Node, x: Operand, dim: int) -> Traced:
 
 
 @translates("aten.squeeze")
-def _squeeze(t: Translator, node: fx.Node, x: Operand, dim: int) -> Traced:
+def _squeeze(t: Translator, node: fx.Node, x: Operand, dim: int | Sequence[int]) -> Traced:
     x = t.traced(x)
+    if not isinstance(dim, int):
+        if len(dim) != 1:
+            raise Untranslatable(f"it takes out {len(dim)} axes")
+        (dim,) = dim
     dim %= x.rank
     batch = None if x.batch is None or dim == x.batch else x.batch - (dim < x.batch)
     return Traced(t.emitter.reshape(x.value, t.shape(node.meta["val"], batch)), batch)
@@ -453,13 +476,17 @@ def _select(t: Translator, node: fx.Node, x: Operand, dim: int, index: int) -> T
 
 
 @translates("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unsafe_split")
-def _split(t: Translator, node: fx.Node, x: Operand, _: object, dim: int = 0) -> tuple[Traced, ...]:
+def _split(t: Translator, node: fx.Node, x: Operand, _: object, dim: int = 0) -> tuple[Operand, ...]:
     x = t.traced(x)
-    parts, start = [], 0
+    parts: list[Operand] = []
+    start = 0
     for part in node.meta["val"]:
         size = part.shape[dim]
         if not isinstance(size, int):
             raise Untranslatable("it splits the tokens")
+        if size == 0:
+            parts.append(Empty())
+            continue
         parts.append(Traced(t.emitter.slice(x.value, x.axis(dim), start, start + size), x.batch))
         start += size
     return tuple(parts)
@@ -467,9 +494,11 @@ def _split(t: Translator, node: fx.Node, x: Operand, _: object, dim: int = 0) ->
 
 @translates("aten.cat")
 def _cat(t: Translator, node: fx.Node, parts: Sequence[Operand], dim: int = 0) -> Traced:
-    traced = [t.traced(part) for part in parts]
+    traced = [t.traced(part) for part in parts if not isinstance(part, Empty)]
     if len({(part.batch, part.rank) for part in traced}) > 1:
         raise Untranslatable("it joins tensors with different batch axes")
+    if len(traced) == 1:
+        return traced[0]
     return Traced(t.emitter.concat([part.value for part in traced], traced[0].axis(dim)), traced[0].batch)
 
 
@@ -488,7 +517,7 @@ def _stack(t: Translator, node: fx.Node, parts: Sequence[Operand], dim: int = 0)
     return Traced(t.emitter.concat(rows, axis), after)
 
 
-@translates("aten.expand", "aten.broadcast_to")
+@translates("aten.expand", "aten.expand_as", "aten.broadcast_to")
 def _expand(t: Translator, node: fx.Node, x: Operand, *_: object, **__: object) -> Operand:
     before, after = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
     if len(before) != len(after):

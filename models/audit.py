@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedConfig
 
@@ -70,16 +70,16 @@ def _layer(op: Op, layers: str) -> int | None:
     return int(inside) if layers and inside.isdecimal() else None
 
 
-def _norms(graph: Graph, paths: Collection[str]) -> list[str]:
-    """Every norm of the model is computed."""
-    computed = {op.source.module for op in graph.ops if op.kind == "norm"}
-    lost = sorted(set(paths) - computed)
-    return [f"{len(lost)} norms of {len(paths)} are computed by no op: {_some(lost)}"] if lost else []
+def _norms(graph: Graph, calls: Mapping[str, int]) -> list[str]:
+    """Every norm of the model is computed, as often as it was called."""
+    computed = Counter(op.source.module for op in graph.ops if op.kind == "norm")
+    lost = sorted(path for path, count in calls.items() if computed[path] < max(1, count))
+    return [f"{len(lost)} norms of {len(calls)} are computed by no op: {_some(lost)}"] if lost else []
 
 
 def _feed_forward(graph: Graph, config: PreTrainedConfig, layers: list[str]) -> list[str]:
     """Every layer has a linear op that reads the width which the configuration gives the inside of an MLP."""
-    names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+    names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff")
     given = [getattr(config, name, None) for name in names]
     flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
     widths = {width for width in flat if isinstance(width, int)} or {4 * config.hidden_size}
@@ -92,9 +92,13 @@ def _feed_forward(graph: Graph, config: PreTrainedConfig, layers: list[str]) -> 
 
 
 def _head(graph: Graph) -> list[str]:
-    """The rows that need logits are taken once."""
+    """The rows that need logits are taken once, and a linear op makes logits of them."""
     count = sum(op.kind == "take_rows" for op in graph.ops)
-    return [] if count == 1 else [f"the head reads its rows in {count} ops, expected 1"]
+    if count != 1:
+        return [f"the head reads its rows in {count} ops, expected 1"]
+    shape = graph.outputs[0].type.shape
+    heads = [op for op in graph.ops if op.kind == "linear" and op.output.type.shape == shape]
+    return [] if heads else [f"no linear op gives {shape[-1]} logits"]
 
 
 def _weights(graph: Graph, expected: set[str], has_weight: Callable[[str], bool]) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +23,7 @@ from ..compiler.shapes import Bounds, Sym
 from ..runtime.errors import UserError, brief
 from .aten import HANDLERS
 from .audit import find_missing
-from .emitter import Emitter, LayersDiffer
+from .emitter import UNKNOWN, Emitter, LayersDiffer
 from .hooks import Hooks
 from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 
@@ -38,12 +41,22 @@ def capture(
     float32. `has_weight` says whether the checkpoint has a tensor: tied weights become one parameter, named as the
     tensor that is there. With `stamp`, layers like earlier ones are copied instead of traced.
 
-    Raises UserError listing everything that is missing if the architecture can't be captured.
+    Raises MissingPartsError, listing everything that is missing, if the architecture can't be captured.
     """
     try:
         return _Capture(config, dtype, bounds, has_weight, stamp).graph()
     except LayersDiffer:
         return _Capture(config, dtype, bounds, has_weight, stamp=False).graph()
+
+
+class MissingPartsError(UserError):
+    """A model can't be captured: `problems` say why, and `found` counts the ops of each kind that could be."""
+
+    def __init__(self, model_type: str, problems: Sequence[str], found: Mapping[str, int]) -> None:
+        self.problems, self.found = tuple(problems), dict(found)
+        count = "1 thing is" if len(problems) == 1 else f"{len(problems)} things are"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{model_type} models can't be compiled yet: {count} missing:{lines}")
 
 
 class _Capture:
@@ -62,21 +75,25 @@ class _Capture:
         self.tensors = _parameter_tensors(self.model, has_weight)
 
     def graph(self) -> Graph:
-        problems = self.hooks.problems
+        problems, emitter = self.hooks.problems, Emitter(self.hooks.layers.path)
         try:
             program = export(self.model, self.hooks, self.fakes)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise self._error([*problems, f"torch.export failed: {type(error).__name__}: {reason}"]) from error
-        graph = self._translate(program)
+            problems.add(*_failure(error, self.hooks.entered))
+            raise self._missing({"norm": len(self.hooks.norms)}) from error
+        graph = self._translate(program, emitter)
         if graph is not None and not problems:
-            problems += find_missing(graph, self.config, self.hooks, self.tensors, self.has_weight)
+            for problem in find_missing(graph, self.config, self.hooks, self.tensors, self.has_weight):
+                problems.add(problem)
         if graph is None or problems:
-            raise self._error(problems)
+            ops = graph.ops if graph is not None else ()
+            raise self._missing(Counter(op.kind for op in ops if op.kind != UNKNOWN))
         return graph
 
-    def _translate(self, program: ExportedProgram) -> Graph | None:
-        emitter = Emitter(self.hooks.layers.path)
+    def _missing(self, found: Mapping[str, int]) -> MissingPartsError:
+        return MissingPartsError(self.config.model_type, self.hooks.problems.sentences(), found)
+
+    def _translate(self, program: ExportedProgram, emitter: Emitter) -> Graph | None:
         count, row_count = Sym("T", self.bounds.max_tokens), Sym("R", self.bounds.max_rows)
         tokens = emitter.input("tokens", "int32", (count,))
         positions = emitter.input("positions", "int32", (count,))
@@ -97,16 +114,24 @@ class _Capture:
         program.graph.eliminate_dead_code()
         shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"]
         symbols = {shapes[-2][1].node.expr: count, shapes[-1][0].node.expr: row_count}
-        translator = Translator(emitter, self.hooks.rope, HANDLERS, symbols, positions)
+        hooks = self.hooks
+        translator = Translator(
+            *(emitter, hooks.rope, HANDLERS, symbols, positions),
+            problems=hooks.problems,
+            unsupported=hooks.unsupported,
+        )
         logits = translator.run(program.graph, operands)
-        self.hooks.problems += translator.problems
         return emitter.finish(logits, "logits") if logits is not None else None
 
-    def _error(self, problems: list[str]) -> UserError:
-        kind = self.config.model_type
-        count = "1 thing is" if len(problems) == 1 else f"{len(problems)} things are"
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        return UserError(f"{kind} models can't be compiled yet: {count} missing:{lines}")
+
+def _failure(error: Exception, entered: Sequence[str]) -> tuple[str, str]:
+    """Why an export failed, and in which module: `entered` are the calls it was in."""
+    if "Constraints violated" in str(error):
+        return "the model can't be traced for any number of tokens: it computes with a fixed one, in a loop perhaps", ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling_" in frame.filename]
+    line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    reason = str(error).strip().partition("\n")[0]
+    return f"the model can't be traced{line}: {type(error).__name__}: {reason}", entered[-1] if entered else ""
 
 
 # --- building and exporting -------------------------------------------------------------------------------------------

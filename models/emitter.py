@@ -17,6 +17,10 @@ from ..compiler.weights import Constant, Piece, Recipe
 BINARY = ("add", "sub", "mul", "div", "pow", "maximum", "minimum")
 
 
+UNKNOWN = "unknown"
+"""Kind of what is no op."""
+
+
 class LayersDiffer(Exception):
     """Two layers that should be alike became different ops: they have to be captured one by one."""
 
@@ -39,7 +43,7 @@ class Emitter:
 
     def __init__(self, layers: str = "") -> None:
         self.source = Source()
-        self._layers = layers
+        self.layers = layers
         self._inputs: list[Value] = []
         self._params: dict[object, Param] = {}
         self._shared: dict[object, Op] = {}
@@ -87,6 +91,10 @@ class Emitter:
     def emit(self, kind: str, /, *inputs: Value, **attrs: Attr) -> Value:
         """Append an op with one result. Raises ValueError where it would be illegal."""
         return self._append(make_op(kind, inputs, (self._fresh(kind),), attrs, self.source))
+
+    def unknown(self, inputs: Sequence[Value], kind: TensorType) -> Value:
+        """The result of something that has no op: it stands in, so that what reads it can be translated."""
+        return self._append(Op(UNKNOWN, tuple(inputs), (Value(self._fresh(UNKNOWN), kind),), {}, self.source))
 
     def share(self, kind: str, /, *inputs: Value, **attrs: Attr) -> Value:
         """An op on inputs and parameters only, emitted once for the whole graph."""
@@ -220,8 +228,8 @@ class Emitter:
     @property
     def layer(self) -> int | None:
         """The layer that the op now translated belongs to."""
-        inside = self.source.module.removeprefix(f"{self._layers}.").partition(".")[0]
-        return int(inside) if self._layers and inside.isdecimal() else None
+        inside = self.source.module.removeprefix(f"{self.layers}.").partition(".")[0]
+        return int(inside) if self.layers and inside.isdecimal() else None
 
     def begin_layer(self, index: int, x: Value) -> Value:
         """The ops from here to `end_layer` are this layer's."""
@@ -256,7 +264,7 @@ class Emitter:
 
     def _rename(self, param: Param, index: int, to: int) -> Piece | None:
         """The same weight of another layer, if it is a layer's."""
-        old, new = f"{self._layers}.{index}.", f"{self._layers}.{to}."
+        old, new = f"{self.layers}.{index}.", f"{self.layers}.{to}."
         if not param.recipe.pieces or not param.recipe.pieces[0].tensor.startswith(old):
             return None
         (piece,) = param.recipe.pieces
@@ -270,7 +278,7 @@ class Emitter:
             piece = self._rename(param, like, index)
             if piece is not None:
                 known[param.value.name] = self._param(piece, piece.tensor, Recipe((piece,)), param.value.type)
-        old, new = f"{self._layers}.{like}", f"{self._layers}.{index}"
+        old, new = f"{self.layers}.{like}", f"{self.layers}.{index}"
         for op in span.ops:
             module = op.source.module
             if module == old or module.startswith(old + "."):

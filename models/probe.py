@@ -23,6 +23,9 @@ TOLERANCE = 2e-5
 TINY = 1e-10
 """Scale of inputs that are small next to any epsilon."""
 
+WIDTH = (16,)
+"""Shape of a row for norms that take any."""
+
 Layout = Literal["cat", "repeat", "whole"]
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -102,8 +105,8 @@ def reference_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: 
     return out if bias is None else out + bias.double()
 
 
-def classify_norm(module: nn.Module, width: int) -> NormKind | None:
-    """The kind of a norm over `width` columns, its parameters on meta or not, or None.
+def classify_norm(module: nn.Module) -> NormKind | None:
+    """The kind of a norm, its parameters on meta or not, or None.
 
     The epsilon is measured: for an input far smaller than it, y = x * w / sqrt(eps).
     """
@@ -112,7 +115,7 @@ def classify_norm(module: nn.Module, width: int) -> NormKind | None:
     weight, bias = norm_parameters(probe)
     if len(list(probe.parameters())) != (weight is not None) + (bias is not None):
         return None
-    shape = weight.shape if weight is not None else (width,)
+    shape = weight.shape if weight is not None else getattr(module, "normalized_shape", WIDTH)
     x = torch.randn(7, *shape, generator=random)
     y = _run(probe, x)
     if bias is not None:

@@ -79,7 +79,7 @@ class RopeSite:
 class RopeHooks:
     """The rotary tables and rotations of one model, filled while it is traced."""
 
-    def __init__(self, max_context: int, report: Callable[[str], None]) -> None:
+    def __init__(self, max_context: int, report: Callable[[str, str], None]) -> None:
         self.max_context = max_context
         self.tables: list[RopeTable] = []
         self.sites: list[RopeSite] = []
@@ -105,18 +105,17 @@ class RopeHooks:
 
     def _tabulate(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> int | None:
         """Run a rotary module for every position; the table's number, or None, after a problem, if it has none."""
-        name = f"rotary module {type(module).__name__} ({path})"
+        name = f"rotary module {type(module).__name__}"
         whole = _run(module, args, kwargs, self.max_context)
         if whole is None:
-            self._report(f"{name} doesn't return cos and sin [1, T, W]")
+            self._report(f"{name} doesn't return cos and sin [1, T, W]", path)
             return None
         limit = _consistent_length(lambda count: _run(module, args, kwargs, count), whole)
         if limit < self.max_context:
             found = _by_length(module, args, kwargs, limit, self.max_context)
             if found is None:
-                self._report(
-                    f"{name} computes something else in sequences of more than {limit} tokens: limit them to {limit}"
-                )
+                text = f"{name} computes something else in sequences of more than {limit} tokens: limit them to {limit}"
+                self._report(text, path)
             whole = replace(whole, frequencies=found)
         self.tables.append(whole)
         return len(self.tables) - 1
@@ -131,7 +130,8 @@ class RopeHooks:
             rotated = {name: x for name, x in given.items() if isinstance(x, Tensor)}
             options = tuple((name, x) for name, x in given.items() if not isinstance(x, Tensor))
             if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or any(x.ndim != 4 for x in rotated.values()):
-                self._report(f"{function.__name__} in {function.__module__} doesn't take 4-D tensors, cos and sin")
+                place = function.__module__.rpartition(".")[2]
+                self._report(f"{function.__name__} of {place} doesn't take 4-D tensors, cos and sin", "")
                 return function(*args, **kwargs)
             results = []
             for name, x in rotated.items():

@@ -13,7 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..compiler.weights import TensorSource
@@ -135,7 +135,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise UserError(f"{directory} has no config.json; give a Hugging Face model directory or a .gguf file.")
     values = read_json(path)
     kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(kind, str) or not _is_causal_lm(kind):
         raise UserError(
             f"{directory.name}/config.json has model_type {shown(kind)}, which is no language model known here."
         )
@@ -143,6 +143,12 @@ def _read_config(directory: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     _check_sizes(config, f"{directory.name}/config.json")
     return config
+
+
+def _is_causal_lm(model_type: str) -> bool:
+    """Whether transformers has such a model, or it was registered there."""
+    known = CONFIG_MAPPING.keys()
+    return model_type in known and CONFIG_MAPPING[model_type] in AutoModelForCausalLM._model_mapping
 
 
 _LARGEST = {
@@ -191,8 +197,9 @@ def _chosen(dtype: str, stored: FloatName) -> FloatName:
 
 
 def _decoder_prefix(config: PretrainedConfig) -> str:
-    """`model.` or `transformer.`: what parameters of the decoder begin with in the causal model."""
-    return f"{_model_class(config).base_model_prefix}."
+    """`model.` or `transformer.`, what parameters of the decoder begin with in the causal model, or ""."""
+    prefix = _model_class(config).base_model_prefix
+    return f"{prefix}." if prefix else ""
 
 
 def _renaming(config: PretrainedConfig) -> Callable[[str], str]:

@@ -8,17 +8,20 @@ what it does.
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import SymInt, Tensor, fx
 
 from ..compiler.ir import Source, Value
-from ..compiler.shapes import Dim, Shape, Sym
+from ..compiler.shapes import Dim, DType, Shape, Sym, TensorType
 from .emitter import Emitter
+from .problems import Problems
 from .rope import RopeHooks
 
 WRAPPER = "model"
@@ -31,6 +34,10 @@ MASK_TOKENS = 24
 
 class Untranslatable(Exception):
     """A node has no meaning in the IR; the text says why."""
+
+
+class UnknownOp(Untranslatable):
+    """An op is not in the table."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,12 @@ class Rotary:
     function: Literal["cos", "sin"]
 
 
-Operand = Traced | Weight | Positional | Mask | Rotary | Tensor
+@dataclass(frozen=True)
+class Empty:
+    """A tensor without elements."""
+
+
+Operand = Traced | Weight | Positional | Mask | Rotary | Empty | Tensor
 """What a tensor of the export became. A real torch tensor is a constant."""
 Handler = Callable[..., Any]
 """A function of the translator, the node and the op's arguments, which returns the operand or operands it became."""
@@ -125,7 +137,8 @@ class Translator:
     """Walks the nodes of an export.
 
     `handlers` is the table; `symbols` maps symbolic sizes of the export to ours, the tokens first; `positions` is the
-    step input. `problems` gets a sentence for everything that can't be translated.
+    step input. `problems` gets everything that can't be translated, but for what is in a module of `unsupported`.
+    Something of its shape takes its place, so that what reads it can be looked at too.
     """
 
     def __init__(
@@ -135,17 +148,21 @@ class Translator:
         handlers: Mapping[str, Handler],
         symbols: Mapping[Any, Sym],
         positions: Value,
+        *,
+        problems: Problems,
+        unsupported: Collection[str] = (),
     ) -> None:
-        self.emitter, self.rope, self.positions = emitter, rope, positions
-        self.problems: list[str] = []
+        self.emitter, self.rope, self.positions, self.problems = emitter, rope, positions, problems
+        self._unsupported = tuple(unsupported)
         self._handlers = {**handlers, "getitem": _item}
         self._symbols = symbols
         self._values: dict[fx.Node, Any] = {}
+        self._assumed: set[fx.Node] = set()
         self._examples: dict[fx.Node, Any] = {}
         self._lengths: Value | None = None
 
     def run(self, graph: fx.Graph, operands: Mapping[str, Operand]) -> Value | None:
-        """The graph's only output, or None if it can't be translated. `operands` are the placeholders by name."""
+        """The graph's only output, or None if not even its shape is known. `operands` are the placeholders by name."""
         for node in graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = operands[node.name]
@@ -157,30 +174,55 @@ class Translator:
         return None
 
     def _translate(self, node: fx.Node) -> Any:
-        """What a node becomes; None, after a problem, for what can't be or depends on what couldn't be."""
+        """What a node becomes."""
         found = node.meta.get("val")
         if not isinstance(found, (Tensor, list, tuple)):
             return found  # a size, or a check that has no result
+        if isinstance(found, Tensor) and 0 in found.shape:
+            return Empty()
         self.emitter.source = _source(node)
         args, kwargs = self._resolve(node.args), self._resolve(node.kwargs)
         try:
             if any(self._values[given] is None for given in node.all_input_nodes):
                 self._handler(node)  # so that all that are missing are named
-                return None
+                return self.assume(node)
             result = self._call(node, args, kwargs)
             self._check(node, result)
         except (Untranslatable, ValueError) as error:
-            place = self.emitter.source.line or self.emitter.source.module
-            problem = f"{op_name(node)} ({place}) can't be translated: {error}"
-            if problem not in self.problems:
-                self.problems.append(problem)
-            return None
+            self._report(node, error)
+            return self.assume(node)
         return result
+
+    def _report(self, node: fx.Node, error: Exception) -> None:
+        """Add a problem, unless it may only be that of a node before it, or of a part that was reported as a whole."""
+        source = self.emitter.source
+        inside = any((source.module + ".").startswith(part + ".") for part in self._unsupported)
+        follows = any(given in self._assumed for given in node.all_input_nodes) and not isinstance(error, UnknownOp)
+        if not inside and not follows:
+            line = f" ({source.line})" if source.line else ""
+            name = op_name(node).removeprefix("toolkit.")
+            self.problems.add(f"{name}{line} can't be translated: {error}", source.module)
+
+    def assume(self, node: fx.Node) -> Any:
+        """Something in place of a node that has no translation; None if not even its shape has one."""
+        self._assumed.add(node)
+        operands = [self._values[given] for given in node.all_input_nodes]
+        inputs = [operand.value for operand in operands if isinstance(operand, Traced)]
+        try:
+            made = [self._unknown(tensor, inputs) for tensor in _leaves(node.meta["val"])]
+        except Untranslatable:
+            return None
+        return made[0] if isinstance(node.meta["val"], Tensor) else tuple(made)
+
+    def _unknown(self, tensor: Tensor, inputs: Sequence[Value]) -> Traced:
+        batch = 0 if tensor.ndim > 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 1 else None
+        dtype: DType = "float32" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int32"
+        return Traced(self.emitter.unknown(inputs, TensorType(dtype, self.shape(tensor, batch))), batch)
 
     def _handler(self, node: fx.Node) -> Handler:
         name = op_name(node)
         if name not in self._handlers:
-            raise Untranslatable("no IR op is known for it")
+            raise UnknownOp("no IR op is known for it")
         return self._handlers[name]
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -191,7 +233,12 @@ class Translator:
             if any(isinstance(leaf, (Positional, SymInt)) for leaf in leaves):
                 return self._tabulate(node, args, kwargs)
             return _compute(node, args, kwargs)
-        return self._handler(node)(self, node, *args, **kwargs)
+        handler = self._handler(node)
+        try:
+            _signature(handler).bind(self, node, *args, **kwargs)
+        except TypeError:
+            raise Untranslatable("it is called in a way that is not known") from None
+        return handler(self, node, *args, **kwargs)
 
     def _tabulate(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """Compute an op whose tensors depend on the positions alone, for every position."""
@@ -256,6 +303,10 @@ class Translator:
         if isinstance(operand, Tensor):
             array = operand.float() if operand.is_floating_point() else operand
             return Traced(self.emitter.constant("constant", array.numpy()))
+        if isinstance(operand, Mask):
+            raise Untranslatable("it takes a mask")
+        if isinstance(operand, Empty):
+            raise Untranslatable("it takes a tensor without elements")
         if isinstance(operand, Rotary):
             raise Untranslatable("it changes rotary tables that depend on the length of the sequence")
         raise Untranslatable(f"it takes a {type(operand).__name__}")
@@ -275,7 +326,7 @@ class Translator:
             operand = self._values[node]
             if op_name(node) == "toolkit.causal_mask":
                 return torch.ones(1, 1, count, count, dtype=torch.bool).tril()
-            if isinstance(operand, Traced | Weight | Rotary) or operand is None:
+            if isinstance(operand, Traced | Weight | Rotary | Empty) or operand is None:
                 raise Untranslatable("its mask depends on more than the order of tokens")
             if isinstance(operand, Tensor | SymInt):
                 return known(operand)
@@ -315,6 +366,9 @@ class Translator:
     def gathered(self, table: Value) -> Value:
         """The rows of a table at the step's positions."""
         return self.emitter.share("embedding", table, self.positions)
+
+
+_signature = cache(inspect.signature)
 
 
 def op_name(node: fx.Node) -> str:

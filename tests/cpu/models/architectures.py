@@ -96,6 +96,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "codegen": _gpt("CodeGen", rotary_dim=8),
     "cohere": _model("Command R", {"qk norm": {"use_qk_norm": True}}),
     "cohere2": _model("Command R7B, Command A", **_MIXED),
+    "ctrl": _gpt("CTRL", dff=96),
     "cwm": _model("Code World Model"),
     "ernie4_5": _model("ERNIE 4.5, dense"),
     "exaone": _model("EXAONE 3"),
@@ -114,6 +115,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": _model("Gemma 2", **_GEMMA),
     "gemma3_text": _model(
         "Gemma 3, text", {"softcap": {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0}}, **_GEMMA
+    ),
+    "gemma4_text": _model(
+        "Gemma 4, text, dense",
+        {"inputs of each layer": {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 99}},
+        **_GEMMA,
+        hidden_size_per_layer_input=0,
+        global_head_dim=16,
     ),
     "glm": _model("GLM-4 9B (2024)", partial_rotary_factor=0.5),
     "glm4": _model("GLM-4 (0414)", partial_rotary_factor=0.5),
@@ -152,7 +160,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo3": _model("OLMo 3", **_MIXED),
     "opt": _model("OPT", ffn_dim=96, word_embed_proj_dim=64),
     "persimmon": _model("Persimmon"),
-    "phi": _model("Phi-1, Phi-1.5, Phi-2", partial_rotary_factor=0.5),
+    "phi": _model("Phi-1, Phi-1.5, Phi-2", {"whole": {"partial_rotary_factor": 1.0}}, partial_rotary_factor=0.5),
     "phi3": _model(
         "Phi-3 mini and medium, Phi-4, Phi-4 mini",
         {"partial": {"partial_rotary_factor": 0.5, "sliding_window": 8}, "longrope": _LONG},

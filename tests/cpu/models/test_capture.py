@@ -7,8 +7,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +25,8 @@ from toolkit.compiler.interpret import from_tensors, interpret
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.shapes import Bounds, Sym
 from toolkit.compiler.verify import find_problems
+from toolkit.models import capture as capturing
+from toolkit.models.audit import find_missing
 from toolkit.models.capture import capture
 from toolkit.runtime.errors import UserError
 
@@ -248,7 +252,7 @@ def test_everything_that_is_missing_is_listed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError) as raised:
         capture_now("llama")
     text = str(raised.value)
-    for part in ("norm Norm (model.layers.0.input_layernorm)", "rotates in an unknown way"):
+    for part in ("norm Norm matches no known formula, in model.layers.0.input_layernorm,", "rotates in an unknown way"):
         assert part in text
     assert "aten.cumsum" in text
     assert "aten.erfinv" in text
@@ -269,7 +273,7 @@ def skip_attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) 
         ("LlamaMLP", remove_gate, ["4 parameters are read by no op: model.layers.0.mlp.gate_proj.weight, "]),
         ("LlamaDecoderLayer", skip_attention, ["has 4 layers, but 0 attention ops were found", "no op: .*q_proj"]),
         ("LlamaMLP", lambda self, x: x, ["4 of 4 layers have no linear op that reads 96 columns"]),
-        ("LlamaRMSNorm", lambda self, x: x, ["norm LlamaRMSNorm .* matches no known formula"]),
+        ("LlamaRMSNorm", lambda self, x: x, ["norm LlamaRMSNorm matches no known formula, in .* and 7 more"]),
     ],
 )
 def test_a_graph_that_lacks_parts_is_an_error(
@@ -280,6 +284,44 @@ def test_a_graph_that_lacks_parts_is_an_error(
         capture_now("llama")
     for reason in reasons:
         assert re.search(reason, str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "gpt2", "falcon alibi", "smollm3", "nanochat", "gemma4_text"],
+)
+def test_a_graph_that_lost_any_attention_norm_rotation_or_matrix_is_an_error(case: str) -> None:
+    with patch.object(capturing, "find_missing", wraps=find_missing) as spy:
+        graph = capture_now(case)
+    _, config, *rest = spy.call_args.args
+    assert find_missing(graph, config, *rest) == []
+    for index, op in enumerate(graph.ops):
+        if op.kind in ("attention", "norm", "rope", "linear", "take_rows"):
+            assert find_missing(without(graph, index), config, *rest), op
+
+
+def without(graph: Graph, index: int) -> Graph:
+    """The graph without one op: what reads its result reads its first input."""
+    lost = graph.ops[index]
+    instead = {lost.output: lost.inputs[0]}
+    ops = [replace(op, inputs=tuple(instead.get(x, x) for x in op.inputs)) for op in graph.ops if op is not lost]
+    read = {value for op in ops for value in op.inputs}
+    return replace(graph, ops=tuple(ops), params=tuple(param for param in graph.params if param.value in read))
+
+
+def test_layers_without_rotation_are_those_that_the_configuration_names() -> None:
+    config = copy.deepcopy(tiny_config("smollm3"))
+    assert [count_ropes(captured("smollm3"), layer) for layer in range(5)] == [2, 2, 2, 0, 2]
+    with patch.object(capturing, "find_missing", wraps=find_missing) as spy:
+        capture_now("smollm3")
+    graph, _, *rest = spy.call_args.args
+    config.no_rope_layers = [1, 1, 0, 1, 1]
+    (problem,) = find_missing(graph, config, *rest)
+    assert problem == "1 of 5 layers rotate no query and key, and the configuration doesn't say so"
+
+
+def count_ropes(graph: Graph, layer: int) -> int:
+    return sum(op.kind == "rope" and op.source.module.startswith(f"model.layers.{layer}.") for op in graph.ops)
 
 
 def test_absent_tensors_are_listed() -> None:

@@ -66,20 +66,20 @@ class TwoGains(Rms):
     ],
 )
 def test_norms(module: nn.Module, expected: NormKind) -> None:
-    assert classify_norm(module, 16) == expected
-    assert classify_norm(module.to("meta"), 16) == expected
+    assert classify_norm(module) == expected
+    assert classify_norm(module.to("meta")) == expected
 
 
 @pytest.mark.parametrize("module", [Rms((16,), 1e-6, power=1.0), TwoGains(), nn.LayerNorm((3, 16)), nn.Linear(16, 16)])
 def test_other_formulas_are_no_norms(module: nn.Module) -> None:
-    assert classify_norm(module, 16) is None
+    assert classify_norm(module) is None
 
 
 @settings(max_examples=50, deadline=None)
 @given(exponent=st.integers(-12, -3), digit=st.integers(100, 999), offset=st.sampled_from([0.0, 1.0]))
 def test_epsilons_are_measured(exponent: int, digit: int, offset: float) -> None:
     eps = float(f"{digit / 100}e{exponent}")
-    assert classify_norm(Rms((24,), eps, offset=offset), 24) == NormKind("rms", eps, offset)
+    assert classify_norm(Rms((24,), eps, offset=offset)) == NormKind("rms", eps, offset)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from toolkit.compiler.shapes import Sym
 from toolkit.compiler.verify import find_problems
 from toolkit.models.aten import HANDLERS
 from toolkit.models.emitter import Emitter
+from toolkit.models.problems import Problems
 from toolkit.models.rope import RopeHooks
 from toolkit.models.translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 
@@ -71,10 +72,12 @@ def translate(step: Step) -> tuple[Graph | None, list[str]]:
             operands[spec.arg.name] = tensor
     program.graph.eliminate_dead_code()
     shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"]
-    rope = RopeHooks(CONTEXT, lambda problem: None)
-    translator = Translator(emitter, rope, HANDLERS, {shapes[-1][1].node.expr: tokens}, positions)
+    problems = Problems()
+    rope, symbols = RopeHooks(CONTEXT, problems.add), {shapes[-1][1].node.expr: tokens}
+    translator = Translator(emitter, rope, HANDLERS, symbols, positions, problems=problems)
     result = translator.run(program.graph, operands)
-    return emitter.finish(result, "y") if result is not None else None, translator.problems
+    graph = emitter.finish(result, "y") if result is not None and not problems else None
+    return graph, problems.sentences()
 
 
 CASES: dict[str, Callable[..., Tensor]] = {
