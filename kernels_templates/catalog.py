@@ -15,6 +15,11 @@ from typing import Literal
 from ..runtime.plan import Choice
 
 ParamValue = int | str | float | bool
+BOOLS = (False, True)
+ANY: tuple[ParamValue, ...] = ()
+"""Legal values of a parameter that may have any."""
+POINTWISE_INPUTS = 8
+"""Most inputs of a pointwise kernel."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,21 @@ class ArgSpec:
     role: Literal["in", "out", "weight", "cache", "input", "dim", "const", "scratch"]
     when: str = ""
     """Name of the boolean parameter that says whether the argument is there; "" is always."""
+
+
+def dim_arg(name: str) -> ArgSpec:
+    """A symbolic dimension's value in this step."""
+    return ArgSpec(name, "int32_t", "dim")
+
+
+def int_arg(name: str, when: str = "") -> ArgSpec:
+    """A whole number known when the plan is made."""
+    return ArgSpec(name, "int32_t", "const", when)
+
+
+def float_arg(name: str, when: str = "") -> ArgSpec:
+    """A number known when the plan is made."""
+    return ArgSpec(name, "float", "const", when)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,9 @@ from __future__ import annotations
 from typing import get_args
 
 from ...runtime.plan import KvDType
-from ..catalog import ArgSpec, Family, ParamValue
+from ..catalog import ANY, BOOLS, POINTWISE_INPUTS, ArgSpec, Family, dim_arg, float_arg, int_arg
 
 KV_DTYPES = get_args(KvDType)
-BOOLS = (False, True)
-ANY: tuple[ParamValue, ...] = ()
-POINTWISE_INPUTS = 8
 
 
 def _in(name: str, when: str = "") -> ArgSpec:
@@ -36,18 +33,6 @@ def _step_input(name: str, ctype: str = "const int32_t *") -> ArgSpec:
     return ArgSpec(name, ctype, "input")
 
 
-def _dim(name: str) -> ArgSpec:
-    return ArgSpec(name, "int32_t", "dim")
-
-
-def _int(name: str, when: str = "") -> ArgSpec:
-    return ArgSpec(name, "int32_t", "const", when)
-
-
-def _float(name: str, when: str = "") -> ArgSpec:
-    return ArgSpec(name, "float", "const", when)
-
-
 _CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
 _CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
 
@@ -56,7 +41,7 @@ TAKE_ROWS = Family(
     template="cpu/take_rows.cpp.j2",
     batch_invariant=True,
     params={},
-    args=(_in("x"), _step_input("rows", "const toolkit_row *"), _out("out"), _dim("R"), _int("W")),
+    args=(_in("x"), _step_input("rows", "const toolkit_row *"), _out("out"), dim_arg("R"), int_arg("W")),
     ops=("take_rows",),
     doc="out[r] = x[rows[r].token] for x[T, W].",
 )
@@ -67,8 +52,8 @@ COPY = Family(
     batch_invariant=True,
     params={},
     args=(
-        *(_in("x"), _out("out"), _dim("rows"), _int("width")),
-        *(_int("x_stride"), _int("x_offset"), _int("out_stride"), _int("out_offset")),
+        *(_in("x"), _out("out"), dim_arg("rows"), int_arg("width")),
+        *(int_arg("x_stride"), int_arg("x_offset"), int_arg("out_stride"), int_arg("out_offset")),
     ),
     ops=("slice", "concat"),
     doc="Copies `width` floats a row between rows of different strides: slices and concatenations of the last axis.",
@@ -86,7 +71,7 @@ NORM = Family(
         *(_in("x"), _in("residual", "has_residual")),
         *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
         *(_out("sum_out", "has_residual"), _out("out", "float_out"), _q8("q8_out")),
-        *(_dim("rows"), _int("W"), _int("weight_rows"), _float("eps"), _float("offset")),
+        *(dim_arg("rows"), int_arg("W"), int_arg("weight_rows"), float_arg("eps"), float_arg("offset")),
     ),
     ops=("norm", "add_norm"),
     doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias, as floats, as q8 "
@@ -98,7 +83,7 @@ POINTWISE = Family(
     template="cpu/pointwise.cpp.j2",
     batch_invariant=True,
     params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))},
-    args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
+    args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), dim_arg("rows"), int_arg("W")),
     ops=("pointwise",),
     doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
 )
@@ -110,7 +95,7 @@ ROPE_TABLE = Family(
     params={"function": ("cos", "sin")},
     args=(
         *(_step_input("positions"), _step_input("lengths"), _weight("frequencies"), _out("out")),
-        *(_dim("T"), _int("W"), _int("first"), _int("last"), _float("scale")),
+        *(dim_arg("T"), int_arg("W"), int_arg("first"), int_arg("last"), float_arg("scale")),
     ),
     ops=("rope_table",),
     doc="out[t] = scale * cos or sin of positions[t] * frequencies[r], where r is lengths[t] - first in 0 .. last.",
@@ -123,7 +108,7 @@ ROPE = Family(
     params={"head_dim": ANY, "rotary": ANY, "style": ("half", "pair")},
     args=(
         *(_in("x"), _in("cos"), _in("sin"), _out("out")),
-        *(_dim("T"), _int("heads"), _int("x_stride")),
+        *(dim_arg("T"), int_arg("heads"), int_arg("x_stride")),
     ),
     ops=("rope",),
     doc="Rotates the first `rotary` columns of every head of x[T, heads, head_dim] by cos and sin [T, rotary / 2]. "
@@ -146,8 +131,15 @@ ROPE_KV_WRITE = Family(
         *(_in("qkv"), _in("cos", "has_rope"), _in("sin", "has_rope")),
         *(_weight("q_weight", "qk_norm"), _weight("k_weight", "qk_norm")),
         *(_step_input("slots"), _CACHE_OUT, _out("out")),
-        *(_dim("T"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("eps"), _float("offset")),
-        _int("weight_stride", "qk_norm"),
+        *(
+            dim_arg("T"),
+            int_arg("heads"),
+            int_arg("kv_heads"),
+            int_arg("page_tokens"),
+            float_arg("eps"),
+            float_arg("offset"),
+        ),
+        int_arg("weight_stride", "qk_norm"),
     ),
     ops=("rope_kv_write",),
     doc="Splits qkv[T, (heads + 2 kv_heads) * head_dim], normalizes and rotates queries and keys, writes keys and "
@@ -162,7 +154,7 @@ KV_WRITE = Family(
     params={"key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
     args=(
         *(_in("k"), _in("v"), _step_input("slots"), _CACHE_OUT),
-        *(_dim("T"), _int("kv_heads"), _int("page_tokens"), _int("k_stride"), _int("v_stride")),
+        *(dim_arg("T"), int_arg("kv_heads"), int_arg("page_tokens"), int_arg("k_stride"), int_arg("v_stride")),
     ),
     ops=("kv_write",),
     doc="Writes k[T, kv_heads, key_dim] and v[T, kv_heads, value_dim] to the cache at the step's slots; the strides "
@@ -180,12 +172,12 @@ ATTENTION = Family(
         **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes", "float_out", "q8_out"), BOOLS),
     },
     args=(
-        *(_in("q"), _CACHE_IN, _step_input("pages"), _int("page_stride")),
+        *(_in("q"), _CACHE_IN, _step_input("pages"), int_arg("page_stride")),
         *(_step_input("seq_start"), _step_input("context")),
         *(_weight("sinks", "has_sinks"), _weight("slopes", "has_slopes")),
         *(_out("out", "float_out"), _q8("q8_out")),
-        *(_dim("S"), _int("heads"), _int("kv_heads"), _int("page_tokens"), _float("scale")),
-        *(_int("window", "has_window"), _float("softcap", "has_softcap")),
+        *(dim_arg("S"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens"), float_arg("scale")),
+        *(int_arg("window", "has_window"), float_arg("softcap", "has_softcap")),
     ),
     ops=("paged_attention",),
     doc="Causal attention of q[T, heads, key_dim] over the pages of each sequence, for decode and prefill alike, to "
@@ -198,7 +190,7 @@ REDUCE = Family(
     template="cpu/reduce.cpp.j2",
     batch_invariant=True,
     params={"op": ("sum", "mean", "max")},
-    args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
+    args=(_in("x"), _out("out"), dim_arg("rows"), int_arg("W")),
     ops=("reduce",),
     doc="out[r] = sum, mean or maximum of x[r, :W].",
 )
@@ -208,7 +200,7 @@ SOFTMAX = Family(
     template="cpu/softmax.cpp.j2",
     batch_invariant=True,
     params={},
-    args=(_in("x"), _out("out"), _dim("rows"), _int("W")),
+    args=(_in("x"), _out("out"), dim_arg("rows"), int_arg("W")),
     ops=("softmax",),
     doc="Softmax over rows of W.",
 )
@@ -224,7 +216,7 @@ SAMPLE = Family(
         ArgSpec("top_tokens", "int32_t *", "input"),
         ArgSpec("top_logprobs", "float *", "input"),
         ArgSpec("scratch", "float *", "scratch"),
-        *(_dim("R"), _int("V")),
+        *(dim_arg("R"), int_arg("V")),
     ),
     ops=(),
     doc="Draws a token from each row of logits[R, V], and reports log-probabilities; see ROW in runtime/step.py.",

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..catalog import ArgSpec, Axis, Family, Grid, ParamValue
+from ..catalog import ANY, BOOLS, POINTWISE_INPUTS, ArgSpec, Axis, Family, Grid, ParamValue, dim_arg, float_arg, int_arg
 
 REALS = ("float32", "float16", "bfloat16")
-BOOLS = (False, True)
-ANY: tuple[ParamValue, ...] = ()
-POINTWISE_INPUTS = 8
 THREADS = 256
 
 
@@ -27,18 +24,6 @@ def _out(name: str, when: str = "") -> ArgSpec:
 
 def _weight(name: str, when: str = "") -> ArgSpec:
     return ArgSpec(name, "const float *", "weight", when)
-
-
-def _dim(name: str) -> ArgSpec:
-    return ArgSpec(name, "int32_t", "dim")
-
-
-def _int(name: str, when: str = "") -> ArgSpec:
-    return ArgSpec(name, "int32_t", "const", when)
-
-
-def _float(name: str, when: str = "") -> ArgSpec:
-    return ArgSpec(name, "float", "const", when)
 
 
 def _blocks(*factors: str, divisor: int = 1) -> Callable[[Mapping[str, ParamValue]], Grid]:
@@ -59,7 +44,7 @@ NORM = Family(
         *(_real("x"), _real("residual", "has_residual")),
         *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
         *(_out("sum_out", "has_residual"), _out("out")),
-        *(_dim("rows"), _int("W"), _int("weight_rows"), _float("eps"), _float("offset")),
+        *(dim_arg("rows"), int_arg("W"), int_arg("weight_rows"), float_arg("eps"), float_arg("offset")),
     ),
     ops=("norm", "add_norm"),
     doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias. Row r takes row "
@@ -73,7 +58,7 @@ EMBEDDING = Family(
     params={"real": REALS, "encoding": ("f32", "f16", "bf16")},
     args=(
         *(ArgSpec("weight", "const uint8_t *", "weight"), ArgSpec("ids", "const int32_t *", "input"), _out("out")),
-        *(_dim("T"), _int("V"), _int("W"), _float("scale")),
+        *(dim_arg("T"), int_arg("V"), int_arg("W"), float_arg("scale")),
     ),
     ops=("embedding",),
     doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN.",
@@ -85,7 +70,7 @@ TAKE_ROWS = Family(
     name="take_rows",
     template="cuda/take_rows.cu.j2",
     params={"real": REALS},
-    args=(_real("x"), ArgSpec("rows", "const toolkit_row *", "input"), _out("out"), _dim("R"), _int("W")),
+    args=(_real("x"), ArgSpec("rows", "const toolkit_row *", "input"), _out("out"), dim_arg("R"), int_arg("W")),
     ops=("take_rows",),
     doc="out[r] = x[rows[r].token] for x[T, W].",
     grid=_blocks("R"),
@@ -99,7 +84,7 @@ POINTWISE = Family(
         "expr": ANY,
         **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s")),
     },
-    args=(*(_real(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), _dim("rows"), _int("W")),
+    args=(*(_real(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), dim_arg("rows"), int_arg("W")),
     ops=("pointwise",),
     doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
     grid=_blocks("rows", "W", divisor=THREADS),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..catalog import ArgSpec, Axis, Family, Grid, ParamValue
-from .basic import BOOLS, REALS
+from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue
+from .basic import REALS
 
 _EXTRA = ("", "t", "n")
 _COMMON: Mapping[str, tuple[ParamValue, ...]] = {
@@ -37,13 +37,7 @@ def _skinny(params: Mapping[str, ParamValue]) -> Grid:
 
 def _tiled(params: Mapping[str, ParamValue]) -> Grid:
     rows, columns, stages = (int(params[name]) for name in ("tile_rows", "tile_columns", "stages"))
-    results = columns // 2 if params["gated"] else columns
-    return Grid(
-        256,
-        Axis(("N",), 2 * results if params["gated"] else results),
-        Axis(("rows",), rows),
-        shared=stages * (rows + columns) * 32 * 2,
-    )
+    return Grid(256, Axis(("N",), columns), Axis(("rows",), rows), shared=stages * (rows + columns) * 32 * 2)
 
 
 def _exact(params: Mapping[str, ParamValue]) -> Grid:

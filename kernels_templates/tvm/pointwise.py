@@ -6,8 +6,7 @@ The width of a row is a constant here, and a multiple of a vector.
 from __future__ import annotations
 
 from ...runtime.plan import IsaName
-from ..catalog import KernelSpec
-from ..cpu.dense import POINTWISE_INPUTS
+from ..catalog import POINTWISE_INPUTS, KernelSpec
 from ..registry import FAMILIES
 from ..render import arguments
 from . import expression

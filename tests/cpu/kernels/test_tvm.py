@@ -16,8 +16,7 @@ from cpu.kernels.test_linear import name, random_weight
 
 from toolkit.compiler.codegen.tvm import compile_tvm_object
 from toolkit.compiler.race import rounds_alike
-from toolkit.kernels_templates.catalog import KernelSpec
-from toolkit.kernels_templates.cpu.dense import POINTWISE_INPUTS
+from toolkit.kernels_templates.catalog import POINTWISE_INPUTS, KernelSpec
 from toolkit.kernels_templates.expression import OPERATORS, evaluate, parse
 from toolkit.kernels_templates.packing import pack, q8_pack, q8_row_bytes
 from toolkit.kernels_templates.tvm import expression
