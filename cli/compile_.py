@@ -78,10 +78,10 @@ class Summary(msgspec.Struct, frozen=True):
 @click.option(
     "-O",
     "optimize",
-    type=click.IntRange(0, 2),
+    type=click.IntRange(0, 3),
     default=OPTIMIZE,
     show_default=True,
-    help="How much to optimize: 0 only what is needed, 1 simplify, 2 fuse.",
+    help="How much to optimize: 0 only what is needed, 1 simplify, 2 fuse, 3 reorder.",
 )
 @click.option("--check", is_flag=True, help="Check every pass: interpret the graph before and after it.")
 @click.option(

@@ -28,7 +28,7 @@ from .tune import Generators
 if TYPE_CHECKING:
     from ..models.source import OpenedModel
 
-OPTIMIZE = 2
+OPTIMIZE = 3
 """Level of optimization, if none is asked for."""
 CALIBRATION_METHOD = "awq+gptq"
 """How weights are rounded on a text, if nothing else is asked for."""

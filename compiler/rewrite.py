@@ -1,14 +1,18 @@
-"""Pattern rewriting: rules are small functions from an op to its replacement; one walker applies them everywhere."""
+"""Pattern rewriting: a rule is a pattern and a function from a match to its replacement; one walker applies a table of
+them everywhere.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..runtime.errors import InternalError
-from .ir import Graph, Op, Param, Value
-from .pass_ import Outcome
+from .ir import Cache, Graph, Op, Param, Value
+from .pass_ import Outcome, Pass
+from .pattern import Bound, Pattern, find, parse
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,64 @@ class Replacement:
     ops: tuple[Op, ...] = ()
     forward: Mapping[str, Value] | None = None
     params: tuple[Param, ...] = ()
+    caches: tuple[Cache, ...] = ()
 
 
-Rule = Callable[[Op, "Workspace"], Replacement | None]
-"""Looks at an op and what surrounds it; None where it does not apply."""
+class Mismatch(Exception):
+    """Why ops that match a pattern can't be replaced after all; the pass reports it, if its rule says of what."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Ops and values that match a pattern."""
+
+    op: Op
+    """The op at the root."""
+    work: Workspace
+    bound: Bound
+
+    def __getitem__(self, name: str) -> Value:
+        """The value that a name is bound to."""
+        value = self.bound[name]
+        assert isinstance(value, Value)
+        return value
+
+    def rest(self, name: str) -> tuple[Value, ...]:
+        """The values that `*name` is bound to."""
+        values = self.bound[name]
+        assert isinstance(values, tuple)
+        return values
+
+    def labeled(self, label: str) -> Op:
+        """The op with a label."""
+        op = self.bound[label]
+        assert isinstance(op, Op)
+        return op
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A line of a table of rules: ops of the pattern are replaced by what `build` makes of them."""
+
+    pattern: str
+    """See `pattern.py`."""
+    becomes: str
+    """For people: what that is."""
+    build: Callable[[Match], Replacement | None]
+    """None where the rule does not apply. Raises Mismatch where it nearly does."""
+    failure: str = ""
+    """What a mismatch means: "WHAT is not fused". Without it mismatches are not reported."""
+
+
+class Rewriting(Pass):
+    """A pass that is a table of rules."""
+
+    @abstractmethod
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules; for each op the first that applies is taken."""
+
+    def run(self, graph: Graph) -> Outcome:
+        return rewrite(graph, self.rules())
 
 
 class Workspace:
@@ -35,6 +93,7 @@ class Workspace:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._params = {param.value.name: param for param in graph.params}
+        self._caches = list(graph.caches)
         self._outputs = list(graph.outputs)
         self._names = {value.name for value in graph.values()}
         self._ops: dict[int, Op] = {}
@@ -42,7 +101,6 @@ class Workspace:
         self._producer: dict[str, int] = {}
         self._users: dict[str, dict[int, None]] = {}
         self._next = 0
-        self.notes: dict[str, None] = {}
         for rank, op in enumerate(graph.ops):
             self._add(op, rank)
         self._drop_dead(list(self._ops))
@@ -79,10 +137,6 @@ class Workspace:
         self._names.add(name)
         return name
 
-    def note(self, text: str) -> None:
-        """Report something that could not be done, once."""
-        self.notes.setdefault(text)
-
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def ops(self) -> Iterator[Op]:
@@ -97,8 +151,8 @@ class Workspace:
         gone = {self._producer[v.name] for op in replacement.ops for v in op.outputs if v.name in self._producer}
         rank = min((self._rank[key] for key in gone), default=0.0)
         stale = [self._producer[name] for name in forward if name in self._producer]
-        for param in replacement.params:
-            self._params[param.value.name] = param
+        self._params |= {param.value.name: param for param in replacement.params}
+        self._caches += replacement.caches
         for name, value in forward.items():
             self._forward(name, value)
         stale += [key for old in gone for key in self._operands(old)]
@@ -113,7 +167,7 @@ class Workspace:
         ops = tuple(self._sorted())
         used = {value.name for op in ops for value in op.inputs} | {value.name for value in self._outputs}
         params = tuple(param for name, param in self._params.items() if name in used)
-        return replace(self._graph, params=params, ops=ops, outputs=tuple(self._outputs))
+        return replace(self._graph, params=params, ops=ops, outputs=tuple(self._outputs), caches=tuple(self._caches))
 
     def _add(self, op: Op, rank: float) -> None:
         key, self._next = self._next, self._next + 1
@@ -202,24 +256,38 @@ class Workspace:
                     heapq.heappush(ready, (self._rank[user], user))
 
 
-ANY = "*"
-"""Stands for every op kind in a table of rules."""
-
-
-def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Outcome:
-    """Apply rules, a table from op kind to rule, until none matches. Dead ops vanish too."""
+def rewrite(graph: Graph, rules: Sequence[Rule]) -> Outcome:
+    """Apply rules until none matches. Dead ops vanish too. Notes are the mismatches that are left in the end."""
     work = Workspace(graph)
+    table = [(parse(rule.pattern), rule) for rule in rules]
     matches, limit = 0, 100 * len(graph.ops) + 100
     changed = True
     while changed:
         changed = False
+        notes: dict[str, None] = {}
         for op in work.ops():
-            rule = rules.get(op.kind) or rules.get(ANY)
-            replacement = rule(op, work) if rule is not None else None
+            replacement = _first(op, work, table, notes)
             if replacement is None:
                 continue
             work.apply(replacement)
             changed, matches = True, matches + 1
             if matches > limit:
                 raise InternalError(f"rewriting does not end: a rule for {op.kind} keeps matching")
-    return Outcome(work.graph(), matches, tuple(work.notes))
+    return Outcome(work.graph(), matches, tuple(notes))
+
+
+def _first(
+    op: Op, work: Workspace, table: Sequence[tuple[Pattern, Rule]], notes: dict[str, None]
+) -> Replacement | None:
+    """What the first rule that applies makes of an op."""
+    for pattern, rule in table:
+        for bound in find(pattern, op, work):
+            try:
+                replacement = rule.build(Match(op, work, bound))
+            except Mismatch as reason:
+                if rule.failure:
+                    notes.setdefault(f"{op.source.module or op.outputs[0].name}: {rule.failure}: {reason}")
+                continue
+            if replacement is not None:
+                return replacement
+    return None

@@ -5,135 +5,112 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..compiler.ir import Graph, Op, Value
-from ..compiler.op_spec import int_attr, ints_attr
+from ..compiler.ir import Op, Value
+from ..compiler.op_spec import float_attr, int_attr, ints_attr
 from ..compiler.ops import make_op
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import Replacement, Rule, Workspace, rewrite
+from ..compiler.rewrite import Match, Replacement, Rewriting, Rule
 from ..compiler.shapes import Sym
 
 
 @dataclass(frozen=True)
-class Canonicalize(Pass):
+class Canonicalize(Rewriting):
     """Expects nothing. Guarantees: no dead op; no reshape, transpose, slice, concat or cast that changes nothing; none
     applied to another of its kind where one would do; a scale on an embedding is its attribute.
     """
 
     name: ClassVar[str] = "canonicalize"
 
-    def run(self, graph: Graph) -> Outcome:
-        return rewrite(graph, RULES)
+    def rules(self) -> tuple[Rule, ...]:
+        return (
+            Rule("reshape|slice|cast(x)", "x, if its type is the same", _same_type),
+            Rule("reshape(reshape(x))", "reshape(x)", _reshape),
+            Rule("transpose(x)", "x, if no axis moves", _same_order),
+            Rule("transpose(inner:transpose(x))", "transpose(x)", _transpose),
+            Rule("slice(inner:slice(x))", "slice(x), along one axis", _slice),
+            Rule("slice(inner:concat(*parts))", "slice(part), if it lies within one", _slice_of_concat),
+            Rule("concat(x)", "x", _forward),
+            Rule("concat(first:slice(x), *rest)", "slice(x), if all are adjacent slices of it", _concat),
+            Rule("add|sub(x)", "x, if it is x + 0 or x - 0", _neutral_sum),
+            Rule("mul|div(x)", "x, if it is x * 1 or x / 1", _neutral_product),
+            Rule("mul(rows:embedding!(table, ids))", "embedding(table, ids), scaled", _scaled),
+        )
 
 
-def _forward(op: Op, value: Value) -> Replacement:
-    return Replacement(forward={op.output.name: value})
+def _forward(match: Match) -> Replacement:
+    return Replacement(forward={match.op.output.name: match["x"]})
 
 
-def _same(op: Op, work: Workspace) -> Replacement | None:
-    """An op whose result is its input."""
-    return _forward(op, op.inputs[0]) if op.output.type == op.inputs[0].type else None
+def _same_type(match: Match) -> Replacement | None:
+    return _forward(match) if match.op.output.type == match["x"].type else None
 
 
-def _reshape(op: Op, work: Workspace) -> Replacement | None:
-    if (same := _same(op, work)) is not None:
-        return same
-    inner = work.producer(op.inputs[0], "reshape")
-    if inner is None:
+def _reshape(match: Match) -> Replacement:
+    shape = tuple(-1 if isinstance(dim, Sym) else dim for dim in match.op.output.type.shape)
+    return _instead(match.op, match["x"], shape=shape)
+
+
+def _same_order(match: Match) -> Replacement | None:
+    perm = ints_attr(match.op.attrs, "perm")
+    return _forward(match) if perm == tuple(range(len(perm))) else None
+
+
+def _transpose(match: Match) -> Replacement:
+    first = ints_attr(match.labeled("inner").attrs, "perm")
+    return _instead(match.op, match["x"], perm=tuple(first[axis] for axis in ints_attr(match.op.attrs, "perm")))
+
+
+def _slice(match: Match) -> Replacement | None:
+    inner, op = match.labeled("inner"), match.op
+    if inner.attrs["axis"] != op.attrs["axis"]:
         return None
-    shape = tuple(-1 if isinstance(dim, Sym) else dim for dim in op.output.type.shape)
-    return Replacement((make_op("reshape", inner.inputs, [op.output.name], {"shape": shape}, op.source),))
-
-
-def _transpose(op: Op, work: Workspace) -> Replacement | None:
-    perm = ints_attr(op.attrs, "perm")
-    if perm == tuple(range(len(perm))):
-        return _forward(op, op.inputs[0])
-    inner = work.producer(op.inputs[0], "transpose")
-    if inner is None:
-        return None
-    first = ints_attr(inner.attrs, "perm")
-    merged = {"perm": tuple(first[axis] for axis in perm)}
-    return Replacement((make_op("transpose", inner.inputs, [op.output.name], merged, op.source),))
-
-
-def _slice(op: Op, work: Workspace) -> Replacement | None:
-    if (same := _same(op, work)) is not None:
-        return same
-    inner = work.producer(op.inputs[0], "slice", "concat")
-    if inner is None or inner.attrs["axis"] != op.attrs["axis"]:
-        return None
-    if inner.kind == "concat":
-        return _slice_of_concat(op, inner)
     offset = int_attr(inner.attrs, "start")
     bounds = {name: int_attr(op.attrs, name) + offset for name in ("start", "stop")}
-    return Replacement((make_op("slice", inner.inputs, [op.output.name], dict(op.attrs) | bounds, op.source),))
+    return _instead(op, match["x"], **bounds)
 
 
-def _slice_of_concat(op: Op, inner: Op) -> Replacement | None:
-    """A slice that lies within one part of a concatenation."""
-    axis, start, stop = (int_attr(op.attrs, name) for name in ("axis", "start", "stop"))
-    for part in inner.inputs:
+def _slice_of_concat(match: Match) -> Replacement | None:
+    axis, start, stop = (int_attr(match.op.attrs, name) for name in ("axis", "start", "stop"))
+    if match.labeled("inner").attrs["axis"] != axis:
+        return None
+    for part in match.rest("parts"):
         size = part.type.shape[axis]
         assert isinstance(size, int)
         if start >= 0 and stop <= size:
-            bounds = {"start": start, "stop": stop}
-            return Replacement((make_op("slice", [part], [op.output.name], dict(op.attrs) | bounds, op.source),))
+            return _instead(match.op, part, start=start, stop=stop)
         start, stop = start - size, stop - size
     return None
 
 
-def _concat(op: Op, work: Workspace) -> Replacement | None:
-    """A concatenation of one part, or of adjacent slices of one value."""
-    if len(op.inputs) == 1:
-        return _forward(op, op.inputs[0])
-    slices = [work.producer(part, "slice") for part in op.inputs]
-    first = slices[0]
-    if first is None:
-        return None
-    end = int_attr(first.attrs, "start")
+def _concat(match: Match) -> Replacement | None:
+    slices = [match.labeled("first"), *(match.work.producer(part, "slice") for part in match.rest("rest"))]
+    end = int_attr(match.labeled("first").attrs, "start")
     for part in slices:
-        if part is None or part.inputs != first.inputs or part.attrs["axis"] != op.attrs["axis"]:
+        if part is None or part.inputs[0] != match["x"] or part.attrs["axis"] != match.op.attrs["axis"]:
             return None
         if part.attrs["start"] != end:
             return None
         end = int_attr(part.attrs, "stop")
-    attrs = dict(first.attrs) | {"stop": end}
-    return Replacement((make_op("slice", first.inputs, [op.output.name], attrs, op.source),))
+    first = match.labeled("first")
+    attrs = {**first.attrs, "stop": end}
+    return Replacement((make_op("slice", first.inputs, [match.op.output.name], attrs, match.op.source),))
 
 
-def _neutral(number: float, *, reversible: bool) -> Rule:
-    """A rule for arithmetic with the scalar that changes nothing."""
-
-    def rule(op: Op, work: Workspace) -> Replacement | None:
-        if len(op.inputs) == 1 and op.attrs["scalar"] == number and (reversible or not op.attrs["reverse"]):
-            return _forward(op, op.inputs[0])
-        return None
-
-    return rule
+def _neutral_sum(match: Match) -> Replacement | None:
+    neutral = match.op.attrs["scalar"] == 0.0 and (match.op.kind == "add" or not match.op.attrs["reverse"])
+    return _forward(match) if neutral else None
 
 
-def _mul(op: Op, work: Workspace) -> Replacement | None:
-    """A product with 1, or a scale on an embedding that nothing else reads."""
-    if (same := _neutral(1.0, reversible=True)(op, work)) is not None:
-        return same
-    inner = work.producer(op.inputs[0], "embedding")
-    if len(op.inputs) != 1 or inner is None or work.only_user(inner.output) is not op:
-        return None
-    scale, scalar = inner.attrs["scale"], op.attrs["scalar"]
-    assert isinstance(scale, float)
-    assert isinstance(scalar, float)
-    attrs = {"scale": scale * scalar}
-    return Replacement((make_op("embedding", inner.inputs, [op.output.name], attrs, inner.source),))
+def _neutral_product(match: Match) -> Replacement | None:
+    neutral = match.op.attrs["scalar"] == 1.0 and (match.op.kind == "mul" or not match.op.attrs["reverse"])
+    return _forward(match) if neutral else None
 
 
-RULES: dict[str, Rule] = {
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "slice": _slice,
-    "concat": _concat,
-    "cast": _same,
-    "add": _neutral(0.0, reversible=True),
-    "sub": _neutral(0.0, reversible=False),
-    "mul": _mul,
-    "div": _neutral(1.0, reversible=False),
-}
+def _scaled(match: Match) -> Replacement:
+    rows = match.labeled("rows")
+    attrs = {"scale": float_attr(rows.attrs, "scale") * float_attr(match.op.attrs, "scalar")}
+    return Replacement((make_op("embedding", rows.inputs, [match.op.output.name], attrs, rows.source),))
+
+
+def _instead(op: Op, x: Value, **attrs: int | tuple[int, ...]) -> Replacement:
+    """The op with another input and some other attributes."""
+    return Replacement((make_op(op.kind, [x], [op.output.name], {**op.attrs, **attrs}, op.source),))

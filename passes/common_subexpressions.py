@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..compiler.ir import Graph, Op, Param, Value
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import ANY, Replacement, Workspace, rewrite
+from ..compiler.ir import Graph, Param, Value
+from ..compiler.pass_ import Outcome
+from ..compiler.rewrite import Match, Replacement, Rewriting, Rule
 from ..compiler.shapes import TensorType
 from ..compiler.weights import Recipe
 
 
 @dataclass(frozen=True)
-class CommonSubexpressions(Pass):
+class CommonSubexpressions(Rewriting):
     """Expects nothing. Guarantees: no two ops of one kind, inputs and attributes; no two parameters of one recipe."""
 
     name: ClassVar[str] = "common_subexpressions"
 
+    def rules(self) -> tuple[Rule, ...]:
+        return (Rule("any(first, *rest)", "an earlier op of the same kind, inputs and attributes", _reuse),)
+
     def run(self, graph: Graph) -> Outcome:
         merged = _merge_params(graph)
-        outcome = rewrite(merged, {ANY: _reuse})
+        outcome = super().run(merged)
         return replace(outcome, matches=outcome.matches + len(graph.params) - len(merged.params))
 
 
@@ -34,9 +37,10 @@ def _merge_params(graph: Graph) -> Graph:
     return replace(graph, params=tuple(kept.values()), ops=ops, outputs=outputs)
 
 
-def _reuse(op: Op, work: Workspace) -> Replacement | None:
+def _reuse(match: Match) -> Replacement | None:
     """The first op that computes the same from the same inputs takes this one's place."""
-    for other in work.users(op.inputs[0]) if op.inputs else ():
+    op = match.op
+    for other in match.work.users(match["first"]):
         if other.outputs == op.outputs:
             return None
         if (other.kind, other.inputs, other.attrs) == (op.kind, op.inputs, op.attrs):

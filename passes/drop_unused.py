@@ -6,18 +6,21 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..compiler.ir import Graph
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import rewrite
+from ..compiler.pass_ import Outcome
+from ..compiler.rewrite import Rewriting, Rule
 
 
 @dataclass(frozen=True)
-class DropUnused(Pass):
+class DropUnused(Rewriting):
     """Expects nothing. Guarantees: every op, parameter and cache contributes to an output. Step inputs stay."""
 
     name: ClassVar[str] = "drop_unused"
 
+    def rules(self) -> tuple[Rule, ...]:
+        return ()  # dead ops and parameters vanish whatever the rules
+
     def run(self, graph: Graph) -> Outcome:
-        kept = rewrite(graph, {}).graph
+        kept = super().run(graph).graph
         used = {value.name for op in kept.ops for value in op.inputs}
         kept = replace(kept, caches=tuple(cache for cache in kept.caches if cache.value.name in used))
         return Outcome(kept, _size(graph) - _size(kept))

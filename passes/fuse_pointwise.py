@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..compiler.ir import Graph, Op, Value
+from ..compiler.ir import Value
 from ..compiler.lower import MAX_POINTWISE, broadcast_forms
 from ..compiler.lowering import Unsupported
 from ..compiler.ops import make_op
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import ANY, Replacement, Workspace, rewrite
+from ..compiler.rewrite import Match, Mismatch, Replacement, Rewriting, Rule
 from .expressions import Body, body_of
 
 
 @dataclass(frozen=True)
-class FusePointwise(Pass):
+class FusePointwise(Rewriting):
     """Expects nothing. Guarantees: a pointwise op that only one other reads, once, is part of that one, if the result
     has at most `max_inputs` inputs, each of which spans rows, columns or both. No work is done twice.
     """
@@ -23,35 +22,28 @@ class FusePointwise(Pass):
     name: ClassVar[str] = "fuse_pointwise"
     max_inputs: int = MAX_POINTWISE
 
-    def run(self, graph: Graph) -> Outcome:
-        return rewrite(graph, {ANY: self._fuse})
+    def rules(self) -> tuple[Rule, ...]:
+        failure = "it is not fused with the op before it"
+        return (Rule("expr(.., inner:expr!(*_), ..)", "pointwise", self._fuse, failure),)
 
-    def _fuse(self, op: Op, work: Workspace) -> Replacement | None:
-        body = body_of(op)
-        if body is None or op.output.type.dtype != "float32":
+    def _fuse(self, match: Match) -> Replacement | None:
+        op, inner = match.op, match.labeled("inner")
+        outer_body, inner_body = body_of(op), body_of(inner)
+        value = inner.output
+        if outer_body is None or inner_body is None or op.output.type.dtype != "float32":
             return None
-        for value in body.inputs:
-            merged = self._inlined(op, body, value, work)
-            if merged is not None:
-                attrs = {"expr": str(merged.expression)}
-                return Replacement((make_op("pointwise", merged.inputs, [op.output.name], attrs, op.source),))
-        return None
-
-    def _inlined(self, op: Op, body: Body, value: Value, work: Workspace) -> Body | None:
-        """The op's expression with that of an input in it, if that is allowed."""
-        producer = work.producer(value)
-        inner = body_of(producer) if producer is not None else None
-        if inner is None or work.only_user(value) is not op:
+        if value.type.shape != op.output.type.shape or outer_body.uses(value) != 1:
             return None
-        if value.type.shape != op.output.type.shape or body.uses(value) != 1:
-            return None
-        merged = body.inline(value, inner)
-        return merged if len(merged.inputs) <= self.max_inputs and _broadcasts(op.output, merged) else None
+        merged = outer_body.inline(value, inner_body)
+        if len(merged.inputs) > self.max_inputs:
+            raise Mismatch(f"together they have {len(merged.inputs)} inputs, more than {self.max_inputs}")
+        _check_broadcast(op.output, merged)
+        attrs = {"expr": str(merged.expression)}
+        return Replacement((make_op("pointwise", merged.inputs, [op.output.name], attrs, op.source),))
 
 
-def _broadcasts(output: Value, body: Body) -> bool:
+def _check_broadcast(output: Value, body: Body) -> None:
     try:
         broadcast_forms(output.type.shape, [value.type.shape for value in body.inputs])
-    except Unsupported:
-        return False
-    return True
+    except Unsupported as reason:
+        raise Mismatch(str(reason)) from reason

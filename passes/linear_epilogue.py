@@ -5,19 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..compiler.ir import Graph, Op, Value
+from ..compiler.ir import Op, Value
 from ..compiler.lower import MAX_EXTRAS
 from ..compiler.op_spec import Attrs, bool_attr, int_attr, str_attr
 from ..compiler.ops import make_op
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import ANY, Replacement, Workspace, rewrite
+from ..compiler.rewrite import Match, Mismatch, Replacement, Rewriting, Rule
 from ..kernels_templates import expression as ex
 from ..kernels_templates.packing import PANEL
 from .expressions import Body, body_of
 
 
 @dataclass(frozen=True)
-class FuseLinearEpilogue(Pass):
+class FuseLinearEpilogue(Rewriting):
     """Expects: pointwise ops fused, gate and up merged, and additions that belong to a norm taken. Guarantees: a
     pointwise op that alone reads a linear layer's result, or the two halves of its columns, is its epilogue, if the
     other inputs (at most `max_extras`) span all or the columns.
@@ -26,58 +25,60 @@ class FuseLinearEpilogue(Pass):
     name: ClassVar[str] = "linear_epilogue"
     max_extras: int = MAX_EXTRAS
 
-    def run(self, graph: Graph) -> Outcome:
-        return rewrite(graph, {ANY: self._fuse})
+    def rules(self) -> tuple[Rule, ...]:
+        return (
+            Rule(
+                "expr(.., product:linear!(*_), ..)",
+                "linear(*_) with the expression as its epilogue",
+                self._absorbed,
+                "it is no epilogue of the linear layer before it",
+            ),
+            Rule(
+                "expr(.., cut:slice!(product:linear(*_)), ..)",
+                "linear(*_) with the expression of its halves as its epilogue",
+                self._gated,
+                "it is no epilogue of the linear layer before it",
+            ),
+        )
 
-    def _fuse(self, op: Op, work: Workspace) -> Replacement | None:
-        body = body_of(op)
-        for value in body.inputs if body is not None else ():
-            assert body is not None
-            linear = work.producer(value, "linear")
-            if linear is not None and work.only_user(value) is op:
-                replacement = self._absorbed(op, body, linear)
-            else:
-                replacement = self._gated(op, body, value, work)
-            if replacement is not None:
-                return replacement
-        return None
-
-    def _absorbed(self, op: Op, body: Body, linear: Op) -> Replacement | None:
+    def _absorbed(self, match: Match) -> Replacement | None:
         """The op in the epilogue of the linear layer whose result it reads."""
+        body, linear = body_of(match.op), match.labeled("product")
+        if body is None:
+            return None
         before = _epilogue(linear)
         if before.expression != ex.Input(0) and body.uses(linear.output) > 1:
-            return None
-        return self._with_epilogue(op, linear, body.inline(linear.output, before))
+            raise Mismatch("it reads the result twice, and that has an epilogue already")
+        return self._with_epilogue(match.op, linear, body.inline(linear.output, before))
 
-    def _gated(self, op: Op, body: Body, first: Value, work: Workspace) -> Replacement | None:
-        """The op in the epilogue of the linear layer whose halves it reads, `first` and another input."""
-        cut = work.producer(first, "slice")
-        linear = work.producer(cut.inputs[0], "linear") if cut is not None else None
-        if cut is None or linear is None or linear.attrs["epilogue"]:
+    def _gated(self, match: Match) -> Replacement | None:
+        """The op in the epilogue of the linear layer both halves of whose columns it reads."""
+        body, linear, work = body_of(match.op), match.labeled("product"), match.work
+        if body is None or linear.attrs["epilogue"]:
             return None
-        halves = [cut, *(other for other in work.users(linear.output) if other != cut)]
-        if not _are_halves(halves, linear.output) or any(work.only_user(half.output) is not op for half in halves):
+        halves = work.users(linear.output)
+        if not _are_halves(halves, linear.output) or any(work.only_user(h.output) != match.op for h in halves):
             return None
         width = linear.output.type.shape[-1]
         if isinstance(width, int) and width % (2 * PANEL):
-            name = linear.source.module or linear.output.name
-            work.note(f"{name}: its activation stays on its own, as {width} columns are no multiple of {2 * PANEL}")
-            return None
-        linear = make_op("linear", linear.inputs, [op.output.name], {**linear.attrs, **_GATED}, linear.source)
+            raise Mismatch(f"{width} columns are no multiple of {2 * PANEL}")
+        linear = make_op("linear", linear.inputs, [match.op.output.name], {**linear.attrs, **_GATED}, linear.source)
         for half, product in zip(halves, _products(linear), strict=True):
             body = body.inline(half.output, Body(ex.Input(0), (product,)))
-        return self._with_epilogue(op, linear, body)
+        return self._with_epilogue(match.op, linear, body)
 
-    def _with_epilogue(self, op: Op, linear: Op, body: Body) -> Replacement | None:
+    def _with_epilogue(self, op: Op, linear: Op, body: Body) -> Replacement:
         """The linear layer with an expression over its products and other inputs as its epilogue."""
         products = _products(linear)
         ordered = body.ordered(*products)
         extras = ordered.inputs[len(products) :]
         shape = linear.output.type.shape
-        if op.output.type != linear.output.type or len(extras) > self.max_extras:
-            return None
+        if op.output.type != linear.output.type:
+            raise Mismatch(f"it makes {op.output.type} of {linear.output.type}")
+        if len(extras) > self.max_extras:
+            raise Mismatch(f"it has {len(extras)} other inputs, more than {self.max_extras}")
         if any(extra.type.shape not in (shape, shape[-1:]) for extra in extras):
-            return None
+            raise Mismatch(f"it reads {', '.join(str(extra.type) for extra in extras)} beside {linear.output.type}")
         plain = linear.inputs[: 2 + bool_attr(linear.attrs, "has_bias")]
         attrs = {**linear.attrs, "epilogue": str(ordered.expression)}
         return Replacement((make_op("linear", (*plain, *extras), [op.output.name], attrs, linear.source),))

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..compiler.ir import Attr, Graph, Op, Param, Value
+from ..compiler.ir import Attr, Op, Param, Value
 from ..compiler.op_spec import bool_attr
 from ..compiler.ops import make_op
-from ..compiler.pass_ import Outcome, Pass
-from ..compiler.rewrite import Replacement, Workspace, rewrite
+from ..compiler.rewrite import Mismatch, Replacement, Rewriting, Rule, Workspace
 from ..compiler.shapes import TensorType
 from ..compiler.weights import Piece, Recipe
 from ..runtime.encodings import Encoding
 
 
 @dataclass(frozen=True)
-class MergeLinear(Pass):
+class MergeLinear(Rewriting):
     """Expects: `paged_attention` over `kv_write`; weight encodings chosen. Guarantees: where q, k and v (or the
     activated and the plain factor of a product) come from linear layers of one value whose weights are stored alike,
     they are slices of one linear layer, in that order.
@@ -29,48 +28,43 @@ class MergeLinear(Pass):
     encoding_of: Callable[[str], Encoding]
     name: ClassVar[str] = "merge_linear"
 
-    def run(self, graph: Graph) -> Outcome:
-        return rewrite(graph, {"paged_attention": self._attention, "mul": self._gated})
+    def rules(self) -> tuple[Rule, ...]:
+        return (
+            Rule(
+                "paged_attention(q, kv_write(k, v, _), *_)",
+                "the same of slices of one linear layer, if q, k and v come from several",
+                lambda match: self._merge([match["q"], match["k"], match["v"]], "qkv", match.work),
+                "queries, keys and values are not merged",
+            ),
+            Rule(
+                "mul(activation(gate), up:linear(*_))",
+                "the same of slices of one linear layer, if gate comes from another",
+                lambda match: self._merge([match["gate"], match.labeled("up").output], "gate_up", match.work),
+                "gate and up are not merged",
+            ),
+        )
 
-    def _attention(self, op: Op, work: Workspace) -> Replacement | None:
-        write = work.producer(op.inputs[1], "kv_write")
-        if write is None:
+    def _merge(self, values: Sequence[Value], name: str, work: Workspace) -> Replacement | None:
+        """One linear layer and its slices in the place of several distinct ones behind the values."""
+        linears = [op for value in values if (op := _linear_behind(value, work)) is not None]
+        if len({op.output for op in linears}) < len(values):
             return None
-        return self._merge([_linear_behind(value, work) for value in (op.inputs[0], *write.inputs[:2])], "qkv", work)
-
-    def _gated(self, op: Op, work: Workspace) -> Replacement | None:
-        for gate, up in (op.inputs, op.inputs[::-1]) if len(op.inputs) == 2 else ():
-            activation = work.producer(gate, "activation")
-            if activation is not None and work.producer(up, "linear") is not None:
-                linears = [_linear_behind(value, work) for value in (activation.inputs[0], up)]
-                return self._merge(linears, "gate_up", work)
-        return None
-
-    def _merge(self, found: Sequence[Op | None], name: str, work: Workspace) -> Replacement | None:
-        """One linear layer and its slices in the place of several distinct ones."""
-        linears = [op for op in found if op is not None]
-        first = linears[0] if linears else None
-        if first is None or len({op.output for op in linears}) < len(found):
-            return None
-        reason = self._obstacle(linears, work)
-        if reason:
-            work.note(f"{first.source.module or first.output.name} and its siblings are not merged: {reason}")
-            return None
+        self._check(linears, work)
         return _merged(linears, name, work)
 
-    def _obstacle(self, linears: Sequence[Op], work: Workspace) -> str:
-        """Why linear layers can't be merged, or ""."""
+    def _check(self, linears: Sequence[Op], work: Workspace) -> None:
+        """Raise Mismatch unless linear layers can be merged."""
         if len({op.inputs[0] for op in linears}) > 1:
-            return "they read different values"
+            raise Mismatch("they read different values")
         if any(op.attrs["epilogue"] for op in linears) or len({op.attrs["has_bias"] for op in linears}) > 1:
-            return "only some have a bias or an epilogue"
+            raise Mismatch("only some have a bias or an epilogue")
         params = [work.param(op.inputs[1]) for op in linears]
         if any(param is None or len(work.users(param.value)) > 1 for param in params):
-            return "a weight is computed or shared"
+            raise Mismatch("a weight is computed or shared")
         encodings = {self._encoding(param) for param in params if param is not None}
         if len(encodings) > 1:
-            return f"their weights are stored as {', '.join(sorted(encoding.name for encoding in encodings))}"
-        return ""
+            names = ", ".join(sorted(encoding.name for encoding in encodings))
+            raise Mismatch(f"their weights are stored as {names}")
 
     def _encoding(self, param: Param) -> Encoding:
         return param.recipe.encoding or self.encoding_of(param.recipe.pieces[0].tensor)

@@ -12,6 +12,7 @@ from .add_norm import FuseAddNorm
 from .canonicalize import Canonicalize
 from .common_subexpressions import CommonSubexpressions
 from .drop_unused import DropUnused
+from .early_rows import EarlyRows
 from .fold_constants import FoldConstants
 from .fuse_pointwise import FusePointwise
 from .insert_caches import InsertCaches
@@ -19,23 +20,35 @@ from .linear_epilogue import FuseLinearEpilogue
 from .merge_linear import MergeLinear
 from .quantization import Quantization
 from .quantize_weights import QuantizeWeights
+from .reassociate import Reassociate
 from .rope_kv_write import FuseRopeKvWrite
 
-LEVELS = (0, 1, 2)
+LEVELS: Mapping[int, str] = {
+    0: "only what lowering needs",
+    1: "also simplify",
+    2: "also fuse: the same arithmetic in fewer launches",
+    3: "also reorder: arithmetic moves to where there is less of it, and numbers change by rounding",
+}
+"""What each level of optimization does."""
 EncodingOf = Callable[[str], Encoding]
 """How the checkpoint stores a tensor, by name."""
 
 
-def pipeline(target: Target, *, quant: Quantization, encoding_of: EncodingOf, level: int = 2) -> tuple[Pass, ...]:
-    """The passes from a captured graph to one that `target` can lower.
+def pipeline(target: Target, *, quant: Quantization, encoding_of: EncodingOf, level: int = 3) -> tuple[Pass, ...]:
+    """The passes from a captured graph to one that `target` can lower, at a level of `LEVELS`.
 
-    Level 0 does only what lowering needs, level 1 also simplifies, level 2 also fuses. Raises UserError for others.
+    Raises UserError for any other level.
     """
     if level not in LEVELS:
-        raise UserError(f"-O expects a level from {LEVELS[0]} to {LEVELS[-1]}, found {level}")
-    simplify = (Canonicalize(), FoldConstants(), CommonSubexpressions()) if level >= 1 else ()
-    fuse = FUSIONS[target.name](encoding_of) if level >= 2 else ()
-    return (*simplify, QuantizeWeights(quant), InsertCaches(), *fuse, DropUnused())
+        raise UserError(f"-O expects a level from {min(LEVELS)} to {max(LEVELS)}, found {level}")
+    return (
+        *((Canonicalize(), FoldConstants(), CommonSubexpressions()) if level >= 1 else ()),
+        *((Reassociate(), EarlyRows()) if level >= 3 else ()),
+        QuantizeWeights(quant),
+        InsertCaches(),
+        *(FUSIONS[target.name](encoding_of) if level >= 2 else ()),
+        DropUnused(),
+    )
 
 
 def _fuse_for_cpu(encoding_of: EncodingOf) -> tuple[Pass, ...]:

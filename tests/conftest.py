@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def _model(name: str) -> Path:
     if not path.is_file():
         pytest.fail(f"TOOLKIT_TEST_MODELS={folder} has no {name}; `make test` fetches it")
     return path
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile only for the best ISA level that this machine runs, which halves the time."""
+    from toolkit.compiler.codegen import cpu as codegen
+    from toolkit.runtime.device.machine import cpu_flags
+
+    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
+    monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
-from toolkit.compiler.codegen import cpu as codegen
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.pass_ import Outcome
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.runtime.debug import debug_level
-from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.llm import LLM
 from toolkit.runtime.load import read_plan
@@ -61,13 +58,6 @@ def expected(model: Any, tokens: list[int]) -> Array:
 def sequences(vocabulary: int) -> dict[str, list[int]]:
     rng = np.random.default_rng(1)
     return {name: rng.integers(3, vocabulary, size).tolist() for name, size in (("a", 37), ("b", 5), ("c", 18))}
-
-
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compile only for the best ISA level that this machine runs, which halves the time."""
-    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
 
 
 # --- quantized and rounded weights ------------------------------------------------------------------------------------

@@ -25,9 +25,7 @@ from toolkit.runtime.plan import Choice, Generator, IsaName, Kernel, Plan
 from toolkit.runtime.tuning import Tuning, encode_tuning, read_tuning
 
 from .plan_runner import PlanRunner
-from .test_compile import expected, files_of, make_model, native, sequences
-
-__all__ = ["native"]
+from .test_compile import expected, files_of, make_model, sequences
 
 pytestmark = pytest.mark.usefixtures("native")
 

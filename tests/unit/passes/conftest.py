@@ -23,11 +23,12 @@ class Decoder:
     layers: int = 2
     rope: bool = True
     qk_norm: str = ""
-    """"", "head" (before the rotation, per head) or "full" (over all heads at once)."""
+    """"", "head" (before the rotation, per head), "full" (over all heads at once) or "late" (after it, no weights)."""
     bias: bool = False
     gated: bool = True
     post_norm: bool = False
     softcap: float = 0.0
+    query_scale: float = 1.0
     tied: bool = True
 
     def __post_init__(self) -> None:
@@ -78,6 +79,8 @@ class Decoder:
         q, k, v = (self._heads(x, f"{at}.{name}", n) for name, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)))
         if self.rope:
             q, k = (build.op("rope", head, *self.tables) for head in (q, k))
+        if self.qk_norm == "late":
+            q, k = (build.op("norm", head, eps=1e-5, has_weight=False) for head in (q, k))
         layer = int(at.split(".")[1])
         out = build.op("attention", q, k, v, layer=layer, scale=WIDTH**-0.5, window=4 * layer, source=Source(at))
         return self._linear(build.op("reshape", out, shape=(-1, HEADS * WIDTH)), f"{at}.o", HIDDEN, HEADS * WIDTH)
@@ -85,6 +88,8 @@ class Decoder:
     def _heads(self, x: Value, name: str, count: int) -> Value:
         build = self.build
         flat = self._linear(x, name, count * WIDTH, HIDDEN)
+        if self.query_scale != 1.0 and name.endswith("q"):
+            flat = build.op("mul", flat, scalar=self.query_scale)
         normed = self.qk_norm and not name.endswith("v")
         if normed and self.qk_norm == "full":
             flat = build.op("norm", flat, build.param(f"{name}_norm", (count * WIDTH,)), eps=1e-5)

@@ -109,6 +109,14 @@ MISTAKES: dict[str, tuple[str, Callable[[Graph], Graph], str, Mapping[str, objec
         *("common_subexpressions", op_changed("layers.1.mlp.up", lambda op: replace(op, inputs=_gate(op)))),
         *("linear %layers.1.mlp.up (layers.1.mlp.up)", LLAMA),
     ),
+    "factor taken twice": (
+        *("reassociate", op_changed("attention", attrs(scale=0.5))),
+        *("attention %attention (layers.0.attn)", {"query_scale": 0.25, "rope": False}),
+    ),
+    "rows of another value": (
+        *("early_rows", op_changed("add_3.rows", inputs(0, 0))),
+        *("norm %take_rows (final_norm)", LLAMA),
+    ),
     "rows of another weight": (
         *("quantize_weights", param_changed("layers.0.mlp.up.weight", pieces(lambda p: replace(p, start=5)))),
         *("linear %layers.0.mlp.up (layers.0.mlp.up)", LLAMA),
@@ -139,12 +147,12 @@ MISTAKES: dict[str, tuple[str, Callable[[Graph], Graph], str, Mapping[str, objec
         *("rope_kv_write %rope (layers.0.attn)", {"qk_norm": "head"}),
     ),
     "residual lost": (
-        *("add_norm", op_changed("layers.1.mlp.norm", inputs(0, 0, 2))),
-        *("add_norm %add_2 (layers.1.mlp.norm)", LLAMA),
+        *("add_norm", op_changed("layers.0.mlp.norm", inputs(0, 0, 2))),
+        *("add_norm %add (layers.0.mlp.norm)", LLAMA),
     ),
     "another norm": (
-        *("add_norm", op_changed("layers.1.mlp.norm", attrs(kind="l2"))),
-        *("add_norm %add_2 (layers.1.mlp.norm)", LLAMA),
+        *("add_norm", op_changed("layers.0.mlp.norm", attrs(kind="l2"))),
+        *("add_norm %add (layers.0.mlp.norm)", LLAMA),
     ),
     "operands in another order": (
         *("fuse_pointwise", op_changed("mul", inputs(1, 0))),

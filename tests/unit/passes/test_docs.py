@@ -11,20 +11,25 @@ import numpy as np
 from toolkit.compiler.ir import Graph, Source, Value
 from toolkit.compiler.ops import GraphBuilder
 from toolkit.compiler.pass_ import Pass
+from toolkit.compiler.rewrite import Rewriting
 from toolkit.compiler.shapes import Sym
+from toolkit.compiler.targets import CPU
 from toolkit.compiler.text import parse_graph, print_graph
 from toolkit.compiler.verify import verify
 from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
 from toolkit.passes.common_subexpressions import CommonSubexpressions
 from toolkit.passes.drop_unused import DropUnused
+from toolkit.passes.early_rows import EarlyRows
 from toolkit.passes.fold_constants import FoldConstants
 from toolkit.passes.fuse_pointwise import FusePointwise
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
+from toolkit.passes.pipelines import LEVELS, pipeline
 from toolkit.passes.quantization import Quantization
 from toolkit.passes.quantize_weights import QuantizeWeights
+from toolkit.passes.reassociate import Reassociate
 from toolkit.passes.rope_kv_write import FuseRopeKvWrite
 from toolkit.runtime.encodings import BFLOAT16
 
@@ -36,8 +41,20 @@ A pass is a function from graph to graph. `passes/pipelines.py` lists which run 
 runner (`compiler/pass_.py`) verifies the graph after each one, and `toolkit compile --dump-ir DIR` writes it as text
 after each one. The language of the graphs below is described in `compiler/text.py`, the ops in `compiler/ops.py`.
 
-Each section says what the pass expects and what it guarantees, and shows a graph before and after it. This page is
-written by `TOOLKIT_UPDATE_DOCS=1 pytest tests/unit/passes/test_docs.py`; the test suite fails when it is out of date.
+| level | does | passes, in this order |
+|---|---|---|
+{levels}
+
+Every level gives a plan that works; `-O3` is the default. Levels 0 to 2 do the same arithmetic in the same order, level
+3 may round otherwise. `toolkit compile --check` checks every pass on the model at hand: see [The graph](ir.md#meaning).
+
+Most passes are tables of rules (`compiler/rewrite.py`). A rule has a pattern of ops (`compiler/pattern.py`), a function
+that makes their replacement, and what it means if the function refuses: that becomes a note in the plan's report, which
+`compile` and `inspect` print. What matches no pattern is no near miss, and makes no note.
+
+Each section says what the pass expects and what it guarantees, lists its rules, and shows a graph before and after it.
+This page is written by `TOOLKIT_UPDATE_DOCS=1 pytest tests/unit/passes/test_docs.py`; the test suite fails when it is
+out of date, or when a pass is missing here.
 """
 T = Sym("T", 512)
 
@@ -65,6 +82,23 @@ def common_subexpressions(b: GraphBuilder) -> Value:
     x = _x(b)
     first, second = (b.op("activation", x, kind="exp", name=name) for name in ("first", "second"))
     return b.op("add", first, second, name="y")
+
+
+def reassociate(b: GraphBuilder) -> Value:
+    q, k, v = (b.input(name, "float32", (T, 64)) for name in "qkv")
+    q = b.op("mul", q, scalar=0.25, name="scaled")
+    q, k, v = (
+        b.op("reshape", x, shape=(-1, 4, 16), name=f"{name}.heads") for name, x in zip("qkv", (q, k, v), strict=True)
+    )
+    return b.op("attention", q, k, v, layer=0, scale=1.0, name="y")
+
+
+def early_rows(b: GraphBuilder) -> Value:
+    x = _x(b)
+    product = b.op(
+        "linear", b.op("norm", x, _w(b, "norm", 64), eps=1e-5, name="h"), _w(b, "mlp", 64, 64), name="product"
+    )
+    return b.op("take_rows", b.op("add", x, product, name="sum"), b.input("rows", "int32", (Sym("R", 64),)), name="y")
 
 
 def quantize_weights(b: GraphBuilder) -> Value:
@@ -126,6 +160,8 @@ EXAMPLES: tuple[tuple[Pass, Callable[[GraphBuilder], Value]], ...] = (
     (Canonicalize(), canonicalize),
     (FoldConstants(), fold_constants),
     (CommonSubexpressions(), common_subexpressions),
+    (Reassociate(), reassociate),
+    (EarlyRows(), early_rows),
     (QuantizeWeights(Quantization.parse("int4")), quantize_weights),
     (InsertCaches(), insert_caches),
     (MergeLinear(lambda tensor: BFLOAT16), merge_linear),
@@ -138,7 +174,18 @@ EXAMPLES: tuple[tuple[Pass, Callable[[GraphBuilder], Value]], ...] = (
 
 
 def page() -> str:
-    return "\n".join([HEAD, *(line for each, example in EXAMPLES for line in _section(each, example))])
+    head = HEAD.replace("{levels}", "\n".join(_levels()))
+    return "\n".join([head, *(line for each, example in EXAMPLES for line in _section(each, example))])
+
+
+def _levels() -> Iterator[str]:
+    for level, what in LEVELS.items():
+        names = ", ".join(each.name for each in _pipeline(level))
+        yield f"| {level} | {what} | {names} |"
+
+
+def _pipeline(level: int) -> tuple[Pass, ...]:
+    return pipeline(CPU, quant=Quantization.parse("keep"), encoding_of=lambda tensor: BFLOAT16, level=level)
 
 
 def _section(each: Pass, example: Callable[[GraphBuilder], Value]) -> Iterator[str]:
@@ -146,6 +193,11 @@ def _section(each: Pass, example: Callable[[GraphBuilder], Value]) -> Iterator[s
     before = build.build(example(build))
     yield f"## {each.name}\n"
     yield _paragraphs(each.__doc__ or "") + "\n"
+    if isinstance(each, Rewriting) and each.rules():
+        yield "| pattern | becomes |"
+        yield "|---|---|"
+        yield from (f"| `{rule.pattern.replace('|', chr(92) + '|')}` | {rule.becomes} |" for rule in each.rules())
+        yield ""
     yield from (_code("Before", before), _code("After", each(before)))
 
 

@@ -18,15 +18,17 @@ from toolkit.compiler.shapes import Dim, Sym
 from toolkit.compiler.verify import verify
 from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
+from toolkit.passes.early_rows import EarlyRows
 from toolkit.passes.fuse_pointwise import FusePointwise
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
+from toolkit.passes.reassociate import Reassociate
 from toolkit.passes.rope_kv_write import FuseRopeKvWrite
 from toolkit.runtime.encodings import FLOAT32, INT8, Encoding
 from toolkit.runtime.errors import UserError
 
-T = Sym("T", 8)
+T, R = Sym("T", 8), Sym("R", 4)
 
 
 def fused(graph: Graph, fusion: Pass) -> Graph:
@@ -200,7 +202,7 @@ def test_halves_of_odd_width_stay_and_are_reported() -> None:
     graph = b.build(gated(b, "(add in2 (mul (silu in0) in1))", width=24))
     assert fused(graph, FuseLinearEpilogue()) == graph
     (note,) = FuseLinearEpilogue().run(graph).notes
-    assert note == "linear: its activation stays on its own, as 48 columns are no multiple of 32"
+    assert note == "pointwise: it is no epilogue of the linear layer before it: 48 columns are no multiple of 32"
 
 
 def test_columns_and_too_many_extras_do_not_fit_an_epilogue() -> None:
@@ -236,6 +238,108 @@ def test_a_norm_of_another_sum_stays(other: str) -> None:
     total = b.op("add", x, scalar=2.0) if other == "scalar" else b.op("add", x, b.param("row", (4,)))
     graph = b.build(b.op("norm", total, eps=1e-5, has_weight=False))
     assert fused(graph, FuseAddNorm()) == graph
+
+
+# --- reordering -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(b: GraphBuilder, x: Value) -> Value:
+    return b.op("take_rows", x, b.input("rows", "int32", (R,)))
+
+
+def taken(graph: Graph) -> list[str]:
+    """Kinds of ops, those over rows that need logits in capitals."""
+    result = EarlyRows()(graph)
+    verify(result)
+    assert EarlyRows()(result) == result
+    assert find_difference(graph, result) == ""
+    return [op.kind.upper() if R in op.output.type.shape else op.kind for op in result.ops]
+
+
+def test_rows_are_taken_before_what_works_row_by_row() -> None:
+    b = GraphBuilder()
+    x = b.op("activation", b.input("x", "float32", (T, 4)), kind="tanh")
+    h = b.op("norm", x, b.param("n", (4,)), eps=1e-5)
+    parts = [b.op("slice", h, axis=1, start=start, stop=start + 2) for start in (2, 0)]
+    mask = b.op("compare", b.op("mul", h, h), op="gt", scalar=0.5)
+    y = b.op("where", mask, h, b.op("concat", *parts, axis=1))
+    first, *rest = taken(b.build(rows_of(b, b.op("add", linear(b, y), x))))
+    assert first == "TAKE_ROWS"
+    assert sorted(rest) == sorted(
+        ["ACTIVATION", "NORM", "SLICE", "SLICE", "MUL", "COMPARE", "CONCAT", "WHERE", "LINEAR", "ADD"]
+    )
+
+
+def test_rows_are_taken_after_what_mixes_rows_or_is_read_elsewhere() -> None:
+    b = GraphBuilder()
+    x = b.op("activation", b.input("x", "float32", (T, 4)), kind="tanh")
+    total = b.op("reduce", b.op("activation", x, kind="exp"), op="sum", keepdims=True)
+    found = taken(b.build(rows_of(b, b.op("mul", x, total))))
+    assert found == ["activation", "activation", "reduce", "TAKE_ROWS", "TAKE_ROWS", "MUL"]
+    b = GraphBuilder()
+    y = b.op("activation", b.input("x", "float32", (T, 4)), kind="exp")
+    assert taken(b.build(rows_of(b, y), y)) == ["activation", "TAKE_ROWS"]
+    b = GraphBuilder()
+    y = b.op("reshape", b.op("activation", b.input("x", "float32", (T, 2, 2)), kind="exp"), shape=(-1, 4))
+    assert taken(b.build(rows_of(b, y))) == ["activation", "reshape", "TAKE_ROWS"]
+
+
+def attention(
+    b: GraphBuilder, *, scaled: str = "mul", after: bool = False, table: float = 1.0, apart: bool = False, **norm: Any
+) -> Graph:
+    """Attention with a factor on queries, or norms of rotated heads."""
+    x, ids = b.input("x", "float32", (T, 16)), [b.input(name, "int32", (T,)) for name in ("positions", "others")]
+    angles = np.arange(12)[:, None] * np.array([1.0, 0.1])
+    cos, sin = (
+        b.op("embedding", b.constant(name, (table * f(angles)).astype(np.float32)), at)
+        for name, f, at in (("cos", np.cos, ids[0]), ("sin", np.sin, ids[apart]))
+    )
+    q, k, v = (
+        b.op("reshape", b.op("linear", x, b.param(name, (8, 16))), shape=(-1, 2, 4), name=name) for name in "abc"
+    )
+    if not norm:
+        q = b.op(scaled, q, scalar=0.3) if not after else q
+    q, k = (b.op("rope", head, cos, sin) for head in (q, k))
+    if norm:
+        weights = [b.param("weight", (4,))] if norm.get("has_weight") else []
+        q, k = (b.op("norm", head, *weights, eps=1e-5, **norm) for head in (q, k))
+    elif after:
+        q = b.op(scaled, q, scalar=0.3)
+    y = b.op("attention", q, k, v, layer=0, scale=0.5, name="y")
+    return b.build(b.op("reshape", y, shape=(-1, 8)))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("scaled", "scale"), [("mul", 0.15), ("div", 0.5 / 0.3)])
+def test_a_factor_on_queries_is_attentions_own(scaled: str, scale: float, after: bool) -> None:
+    graph = attention(GraphBuilder(), scaled=scaled, after=after)
+    result = Reassociate()(graph)
+    verify(result)
+    assert Reassociate()(result) == result
+    assert find_difference(graph, result) == ""
+    (op,) = (op for op in result.ops if op.kind == "attention")
+    assert op.attrs["scale"] == pytest.approx(scale)
+    assert not any(op.kind in ("mul", "div") for op in result.ops)
+
+
+@pytest.mark.parametrize("kind", ["rms", "l2"])
+def test_norms_without_weights_go_before_the_rotation(kind: str) -> None:
+    graph = attention(GraphBuilder(), kind=kind, has_weight=False)
+    result = Reassociate()(graph)
+    verify(result)
+    assert Reassociate()(result) == result
+    assert find_difference(graph, result) == ""
+    kinds = [op.kind for op in result.ops]
+    assert kinds.index("norm") < kinds.index("rope")
+
+
+@pytest.mark.parametrize(
+    ("table", "norm"),
+    [(1.1, {"has_weight": False}), (1.0, {"has_weight": True}), (1.0, {"kind": "layer", "has_weight": False})],
+)
+def test_norms_that_a_rotation_changes_stay(table: float, norm: dict[str, Any]) -> None:
+    for graph in (attention(GraphBuilder(), table=table, **norm), attention(GraphBuilder(), apart=True, **norm)):
+        assert Reassociate()(graph) == graph
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -285,6 +389,6 @@ def reasons(graph: Graph, encoding_of: Callable[[str], Encoding] = lambda name: 
 def test_what_can_not_be_fused_is_reported(decoder: Callable[..., Any]) -> None:
     assert reasons(decoder().graph()) == []
     (merge, *_) = reasons(decoder(layers=1).graph(), lambda name: INT8 if ".v." in name else FLOAT32)
-    assert merge == "layers.0.attn.q and its siblings are not merged: their weights are stored as a8g32, f32"
+    assert merge == "layers.0.attn: queries, keys and values are not merged: their weights are stored as a8g32, f32"
     (fuse,) = reasons(decoder(layers=1, qk_norm="full").graph())
     assert fuse.startswith("layers.0.attn: rotation and cache write are not fused: ")

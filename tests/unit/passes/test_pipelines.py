@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from toolkit.compiler.check import find_difference
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.pass_ import Pass, run_passes
 from toolkit.compiler.targets import CPU
-from toolkit.passes.pipelines import pipeline
+from toolkit.passes.pipelines import LEVELS, pipeline
 from toolkit.passes.quantization import Quantization
 from toolkit.runtime.encodings import FLOAT32, INT8, Q5_0, Encoding
+from toolkit.runtime.errors import UserError
 
 Make = Callable[..., Any]
 VARIANTS: dict[str, dict[str, object]] = {
@@ -24,6 +26,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "olmo2": {"qk_norm": "full", "post_norm": True},
     "gemma": {"softcap": 9.0, "tied": False},
     "gpt2": {"rope": False, "gated": False, "bias": True},
+    "opt": {"rope": False, "gated": False, "query_scale": 0.25},
+    "nanochat": {"qk_norm": "late"},
 }
 
 
@@ -36,7 +40,7 @@ def kinds(graph: Graph) -> Counter[str]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", LEVELS)
 def test_every_pass_keeps_the_meaning(decoder: Make, variant: str, level: int) -> None:
     graph = decoder(**VARIANTS[variant]).graph()
     fused, _ = run_passes(graph, passes(level=level), check=True)
@@ -46,7 +50,7 @@ def test_every_pass_keeps_the_meaning(decoder: Make, variant: str, level: int) -
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_pass_is_idempotent(decoder: Make, variant: str) -> None:
     graph = decoder(**VARIANTS[variant]).graph()
-    for each in passes():
+    for each in passes(level=3):
         graph = each(graph)
         again = each.run(graph)
         assert again.graph == graph, each.name
@@ -107,3 +111,24 @@ def test_differing_encodings_are_not_merged(decoder: Make) -> None:
     assert merge.matches == 1
     assert len(merge.notes) == 3
     assert merge.notes[0].endswith("not merged: their weights are stored as a5g32, a8g32")
+
+
+def test_level_3_takes_rows_behind_the_last_attention(decoder: Make) -> None:
+    fused, _ = run_passes(decoder().graph(), passes(level=3))
+    assert [op.inputs[0].name for op in fused.ops if op.kind == "take_rows"] == ["add_1", "reshape_7"]
+    after = [op for op in fused.ops if str(op.outputs[0].type).startswith("float32[R")]
+    assert kinds(replace(fused, ops=tuple(after))) == {"take_rows": 2, "linear": 4, "add_norm": 2}
+
+
+@pytest.mark.parametrize("variant", ["opt", "nanochat"])
+def test_level_3_lets_attention_be_fused(decoder: Make, variant: str) -> None:
+    graph = decoder(**VARIANTS[variant]).graph()
+    before, _ = run_passes(graph, passes())
+    after, reports = run_passes(graph, passes(level=3), check=True)
+    assert (kinds(before)["rope_kv_write"], kinds(after)["rope_kv_write"]) == (0, 2)
+    assert [note for report in reports for note in report.notes] == []
+
+
+def test_unknown_levels_are_refused() -> None:
+    with pytest.raises(UserError, match="-O expects a level from 0 to 3, found 4"):
+        passes(level=4)
