@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from ..runtime.plan import Choice
+from ..runtime.plan import ArchName, Choice
 
 ParamValue = int | str | float | bool
 BOOLS = (False, True)
@@ -61,6 +61,8 @@ class Axis:
     """Names of `dim` and `const` arguments; none is 1."""
     divisor: int = 1
     persistent: bool = False
+    times: int = 1
+    """And that many for each."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,29 @@ class Grid:
     z: Axis = Axis()
     shared: int = 0
     """Bytes of dynamic shared memory."""
+    cluster: int = 1
+    """Blocks along z that read each other's shared memory: all of z. More than one on sm90 only."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A matrix argument that a kernel reads in tiles (see `TensorMap` in the plan)."""
+
+    rows: str
+    """Name of the argument that counts its rows."""
+    columns: str
+    box: int
+    """Rows of a tile."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A family's other implementation, with the same parameters and arguments."""
+
+    template: str
+    grid: Callable[[Mapping[str, ParamValue]], Grid]
+    tiles: Callable[[Mapping[str, ParamValue]], Mapping[str, Tiles]] = lambda params: {}
+    """Arguments that it takes as tensor maps, by name."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,13 @@ class Family:
     rows and threads, other sequences, and how a prompt is cut into chunks and pages."""
     grid: Callable[[Mapping[str, ParamValue]], Grid] | None = None
     """CUDA only: the launch of the kernel with these parameters."""
+    hopper: Variant | None = None
+    """CUDA only: what sm90 runs instead."""
+
+    def variant(self, arch: ArchName) -> Variant:
+        """CUDA only: what a GPU of this architecture runs."""
+        assert self.grid is not None
+        return self.hopper if self.hopper and arch == "sm90" else Variant(self.template, self.grid)
 
 
 @dataclass(frozen=True)

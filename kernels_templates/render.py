@@ -78,12 +78,18 @@ def render(kernel: KernelSpec, isa: IsaName) -> str:
 def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
     """The CUDA C++ source of a kernel for one GPU architecture."""
     family = CUDA_FAMILIES[kernel.family]
-    assert family.grid is not None
-    declared = ", ".join(f"{arg.ctype} {arg.name}" for arg in arguments(family, kernel))
-    threads = family.grid(kernel.params).threads
-    head = f'extern "C" __global__ void __launch_bounds__({threads}) {kernel.symbol}({declared})'
+    variant = family.variant(arch)
+    grid, tiles = variant.grid(kernel.params), variant.tiles(kernel.params)
+    types = dict.fromkeys(tiles, "const __grid_constant__ tensor_map")
+    declared = ", ".join(f"{types.get(arg.name, arg.ctype)} {arg.name}" for arg in arguments(family, kernel))
+    cluster = f" __cluster_dims__(1, 1, {grid.cluster})" if grid.cluster > 1 else ""
     return render_template(
-        family.template, arch=int(arch[2:]), threads=threads, signature=head, symbol=kernel.symbol, **kernel.params
+        variant.template,
+        arch=int(arch[2:]),
+        threads=grid.threads,
+        signature=f'extern "C" __global__ void __launch_bounds__({grid.threads}){cluster} {kernel.symbol}({declared})',
+        symbol=kernel.symbol,
+        **kernel.params,
     )
 
 

@@ -144,6 +144,22 @@ class GridAxis(_Record, frozen=True):
     divisor: int = 1
     persistent: bool = False
     """No more than the GPU has multiprocessors."""
+    times: int = 1
+    """And that many for each."""
+
+
+class TensorMap(_Record, frozen=True):
+    """An argument that a kernel takes not as a pointer but as a tensor map of it: a `CUtensorMap`, 128 bytes by value.
+
+    It is a matrix of 16-bit numbers row by row, read in tiles of 64 columns and `box` rows that are swizzled by 128
+    bytes; what lies outside of the matrix reads as zero. The number of rows may be a bucket's bound.
+    """
+
+    argument: int
+    rows: int
+    """Position of the argument that counts its rows."""
+    columns: int
+    box: int
 
 
 class CudaKernel(_Record, frozen=True):
@@ -159,6 +175,7 @@ class CudaKernel(_Record, frozen=True):
     """Bytes of dynamic shared memory."""
     registers: int = 0
     """A thread; from the compiler, for reports."""
+    maps: tuple[TensorMap, ...] = ()
 
 
 class CudaModule(_Record, frozen=True):

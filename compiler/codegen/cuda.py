@@ -24,7 +24,7 @@ from ...kernels_templates.catalog import Axis, Grid, KernelSpec
 from ...kernels_templates.registry import CUDA_FAMILIES
 from ...kernels_templates.render import arguments, render_cuda
 from ...runtime.errors import InternalError, UserError
-from ...runtime.plan import ArchName, CudaKernel, CudaModule, GridAxis
+from ...runtime.plan import ArchName, CudaKernel, CudaModule, GridAxis, TensorMap
 from ..cache import cached, content_key
 
 SHARED_LIMITS: Mapping[ArchName, int] = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
@@ -115,7 +115,7 @@ def _found(pattern: str, text: str) -> int:
 
 
 def _check_resources(kernel: KernelSpec, arch: ArchName, compiled: Compiled) -> None:
-    grid = launch_grid(kernel)
+    grid = launch_grid(kernel, arch)
     shared, registers = compiled.shared + grid.shared, compiled.registers * grid.threads
     if shared > SHARED_LIMITS[arch] or registers > REGISTERS:
         raise InternalError(
@@ -124,12 +124,9 @@ def _check_resources(kernel: KernelSpec, arch: ArchName, compiled: Compiled) -> 
         )
 
 
-def launch_grid(kernel: KernelSpec) -> Grid:
+def launch_grid(kernel: KernelSpec, arch: ArchName) -> Grid:
     """How a kernel is launched."""
-    grid = CUDA_FAMILIES[kernel.family].grid
-    if grid is None:
-        raise InternalError(f"family {kernel.family} has no grid")
-    return grid(kernel.params)
+    return CUDA_FAMILIES[kernel.family].variant(arch).grid(kernel.params)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -169,16 +166,17 @@ def _write(
 ) -> CudaModule:
     file, data, entries = f"kernels/{arch}.bin", bytearray(), {}
     for name, each in compiled.items():
-        entries[name] = _entry(kernels[name], each, len(data))
+        entries[name] = _entry(kernels[name], arch, each, len(data))
         data += each.cubin
         data += bytes(-len(data) % 64)
     (directory / file).write_bytes(data)
     return CudaModule(arch, file, len(data), sha256(data).hexdigest(), entries)
 
 
-def _entry(kernel: KernelSpec, compiled: Compiled, offset: int) -> CudaKernel:
-    grid = launch_grid(kernel)
-    names = [spec.name for spec in arguments(CUDA_FAMILIES[kernel.family], kernel)]
+def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) -> CudaKernel:
+    grid, family = launch_grid(kernel, arch), CUDA_FAMILIES[kernel.family]
+    names = [spec.name for spec in arguments(family, kernel)]
+    tiles = family.variant(arch).tiles(kernel.params)
     axis = partial(_axis, names=names)
     return CudaKernel(
         offset=offset,
@@ -188,8 +186,12 @@ def _entry(kernel: KernelSpec, compiled: Compiled, offset: int) -> CudaKernel:
         grid=(axis(grid.x), axis(grid.y), axis(grid.z)),
         shared=grid.shared,
         registers=compiled.registers,
+        maps=tuple(
+            TensorMap(names.index(name), names.index(each.rows), names.index(each.columns), each.box)
+            for name, each in tiles.items()
+        ),
     )
 
 
 def _axis(axis: Axis, names: Sequence[str]) -> GridAxis:
-    return GridAxis(tuple(names.index(name) for name in axis.factors), axis.divisor, axis.persistent)
+    return GridAxis(tuple(names.index(name) for name in axis.factors), axis.divisor, axis.persistent, axis.times)

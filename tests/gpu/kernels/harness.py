@@ -67,7 +67,7 @@ def load(spec: KernelSpec) -> Any:
     compiled = compile_kernel(spec, gpu()[0])
     module = check(driver.cuModuleLoadData(compiled.cubin))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
-    if shared := launch_grid(spec).shared:
+    if shared := launch_grid(spec, gpu()[0]).shared:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, shared))
     return function
@@ -86,7 +86,7 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
     pointers = {name: ctypes.c_uint64(buffer.address) for name, buffer in buffers.items()}
     slots: list[Any] = [pointers.get(each.name) or _SCALARS[each.ctype](values[each.name]) for each in specs]
     packed = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
-    grid = launch_grid(spec)
+    grid = launch_grid(spec, gpu()[0])
     x, y, z = (blocks(axis, values) for axis in (grid.x, grid.y, grid.z))
     check(driver.cuLaunchKernel(load(spec), x, y, z, grid.threads, 1, 1, grid.shared, 0, ctypes.addressof(packed), 0))
     check(driver.cuCtxSynchronize())
@@ -95,5 +95,5 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
 
 def blocks(axis: Axis, values: dict[str, Any]) -> int:
     """Thread blocks along an axis."""
-    count = -(-prod(int(values[name]) for name in axis.factors) // axis.divisor)
+    count = axis.times * -(-prod(int(values[name]) for name in axis.factors) // axis.divisor)
     return min(count, gpu()[1]) if axis.persistent else count

@@ -1,0 +1,29 @@
+"""The cost model of CUDA linear layers names kernels that exist and serve the sizes asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolkit.kernels_templates.cuda.choose import choose_linear
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 128, 200, 256, 512, 8192])
+@pytest.mark.parametrize(("columns", "inner"), [(3072, 2048), (28672, 4096), (4096, 14336), (2048, 2048), (96, 64)])
+@pytest.mark.parametrize(("real", "encoding"), [("float16", "f16"), ("bfloat16", "bf16")])
+def test_tensor_cores_where_they_can(rows: int, columns: int, inner: int, real: str, encoding: str) -> None:
+    name, params = choose_linear(rows, columns=columns, inner=inner, real=real, encoding=encoding, gated=True)
+    assert name != "linear_exact"
+    assert params["real"] == real
+    for key, value in params.items():
+        assert value in CUDA_FAMILIES[name].params[key]
+    assert rows <= int(params.get("tokens", rows))
+
+
+@pytest.mark.parametrize(
+    ("inner", "real", "encoding"),
+    [(64, "float32", "f32"), (64, "bfloat16", "f32"), (64, "float16", "bf16"), (60, "float16", "f16")],
+)
+def test_exact_for_the_rest(inner: int, real: str, encoding: str) -> None:
+    expected = "linear_exact", {"real": real, "encoding": encoding}
+    assert choose_linear(4, columns=64, inner=inner, real=real, encoding=encoding, gated=False) == expected
