@@ -13,6 +13,7 @@ from ..compiler.ops import make_op
 from ..compiler.rewrite import Match, Mismatch, Replacement, Rewriting, Rule, Workspace
 from ..compiler.shapes import TensorType
 from ..compiler.weights import Constant, Recipe
+from ..runtime.encodings import FLOAT32
 
 NORM_KINDS = ("rms", "layer")
 
@@ -110,8 +111,8 @@ def _norm(q: _Head, k: _Head, v: _Head) -> tuple[tuple[Value, ...], Attrs, tuple
         raise Mismatch("queries and keys have norms of a form that the fused op lacks")
     fused: Attrs = {"has_qk_norm": True, "kind": attrs["kind"], "eps": attrs["eps"]}
     if not attrs["has_weight"]:
-        ones = Constant(np.ones(q.width, np.float32))
-        param = Param(Value(f"ones.{q.width}", TensorType("float32", (q.width,))), Recipe(constant=ones))
+        ones = Recipe(constant=Constant(np.ones(q.width, np.float32)), encoding=FLOAT32)
+        param = Param(Value(f"ones.{q.width}", TensorType("float32", (q.width,))), ones)
         return (param.value, param.value), fused, (param,)
     weights = (q.norm.inputs[1], k.norm.inputs[1])
     shapes = [weight.type.shape for weight in weights]

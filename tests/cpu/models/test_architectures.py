@@ -35,9 +35,13 @@ from toolkit.compiler.codegen import cpu as codegen
 from toolkit.compiler.interpret import from_source
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.onnx_io import to_onnx
+from toolkit.compiler.targets import CPU
 from toolkit.models import capture as capturing
 from toolkit.models.coverage import PROOFS, TESTED_FILE
 from toolkit.models.source import open_model
+from toolkit.passes.pipelines import LEVELS, pipeline
+from toolkit.passes.quantization import Quantization
+from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -190,6 +194,26 @@ PROOFS_OF_VARIANTS = tuple(name for name in PROOFS if name != "bfloat16")
 """Rounding is tested once for each model type."""
 
 
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def changed_again(graph: Graph) -> list[str]:
+    """Passes that still change something when they are applied a second time: right after the first, and together after
+    the whole pipeline of a level.
+    """
+    found = []
+    for level in LEVELS:
+        passes = pipeline(CPU, quant=Quantization.parse("int4"), encoding_of=lambda name: FLOAT32, level=level)
+        done = graph
+        for each in passes:
+            done = each(done)
+            again = each.run(done)
+            if again.matches or again.graph != done:
+                found.append(f"-O{level}: {each.name}")
+        found += [f"-O{level}, after all: {each.name}" for each in passes if each.run(done).graph != done]
+    return found
+
+
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +250,7 @@ def test_what_is_proved(case: str, subject: Subject) -> None:
         except (AssertionError, UserError) as problem:
             failed[name] = problem
     graph = subject.graph
+    assert graph is None or changed_again(graph) == []
     row = {
         "proved": proved,
         "failed": list(failed),
