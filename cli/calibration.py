@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from tokenizers import Tokenizer
-
 from ..compiler.calibration.calibrate import Method, calibrate
 from ..compiler.ir import Graph
 from ..compiler.weights import TensorSource
@@ -65,6 +63,8 @@ def text_windows(file: Path, folder: Path, text: Text | None, bos: int | None, c
     """Windows of a text, by the tokenizer that was written to `folder`. Raises UserError if either can't be used."""
     if text is None:
         raise UserError("--calibrate needs the model's tokenizer, and this model comes without one")
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokens = tokenizer.encode(read_text(file), add_special_tokens=False).ids
     windows = list(cut(tokens, min(WINDOW, context), bos if text.add_bos else None))

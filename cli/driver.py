@@ -81,7 +81,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         from ..compiler.pass_ import run_passes
         from ..compiler.program import make_program
         from ..compiler.weights_pack import pack_weights, resolve_encodings
-        from ..models.capture import capture
+        from ..models.recall import captured_graph
         from ..models.source import open_model
         from ..models.tokenizer import write_text
         from ..passes.pipelines import pipeline
@@ -94,7 +94,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
     with staged(destination, force=force) as folder, TemporaryDirectory(dir=folder) as spool:
         with phases.phase("Capture"):
-            captured = capture(opened.config, dtype=opened.dtype, bounds=bounds, has_weight=opened.weights.__contains__)
+            captured = captured_graph(opened.config, dtype=opened.dtype, bounds=bounds, tensors=opened.weights)
             text = write_text(opened, folder)
         with phases.phase("Calibrate") if calibrate is not None else nullcontext():
             source, notes = calibrated(

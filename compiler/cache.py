@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from ..runtime.env import read_env
 from ..runtime.errors import UserError
+
+LIMIT = 2 << 30
+"""Bytes that are kept of files that nobody has used for `REST`."""
+REST = 3600.0
+"""Seconds without use before a file may go: a running compilation finds what it has made."""
 
 
 def cache_directory() -> Path:
@@ -26,18 +34,22 @@ def content_key(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def cached(key: str, suffix: str, make: Callable[[Path], object]) -> Path:
+def cached(key: str, suffix: str, make: Callable[[Path], object], *, again: bool = False) -> Path:
     """The cached file for `key`; where there is none, `make` writes it to a private path and it is moved into place.
 
-    Safe with other processes on the same folder: both may build, and either's file is complete. Raises UserError if the
-    folder can't be written.
+    `again` replaces one that is damaged. Safe with other processes on the same folder: both may build, and either's
+    file is complete. Raises UserError if the folder can't be written.
     """
     path = cache_directory() / key[:2] / f"{key}{suffix}"
-    if not path.exists():
-        with _private_folder(path.parent) as folder:
-            built = Path(folder) / f"object{suffix}"
-            make(built)
-            os.replace(built, path)
+    if path.exists() and not again:
+        with suppress(OSError):  # a cache that is only read
+            os.utime(path)
+        return path
+    with _private_folder(path.parent) as folder:
+        built = Path(folder) / f"object{suffix}"
+        make(built)
+        os.replace(built, path)
+    _trim_once(cache_directory())
     return path
 
 
@@ -51,3 +63,25 @@ def _private_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:
             f"can't write the cache of compiled kernels in {cache_directory()} ({error.strerror}): "
             "set TOOLKIT_CACHE to a folder that can be written"
         ) from None
+
+
+def trim(folder: Path, limit: int) -> None:
+    """Remove what was used longest ago, until `limit` bytes are left or the rest is in use."""
+    found = []
+    for place, _, names in os.walk(folder):  # passes over what others remove meanwhile
+        for name in names:
+            path = Path(place, name)
+            with suppress(FileNotFoundError):
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+    excess = sum(size for _, size, _ in found) - limit
+    for used, size, path in sorted(found):
+        if excess <= 0 or used > time.time() - REST:
+            return
+        path.unlink(missing_ok=True)
+        excess -= size
+
+
+@cache
+def _trim_once(folder: Path) -> None:
+    """Once a process is enough: it adds little."""
+    trim(folder, LIMIT)

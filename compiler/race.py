@@ -103,7 +103,15 @@ def choices_of(
     if strangers := len(races) - len(used):
         notes.append(f"the tuning file has {strangers} races of kernels or shapes that are not in this plan")
     won = {kernel: choices for kernel, choices in found.items() if any(each.generator == "tvm" for each in choices)}
-    return {kernel: _merge(choices, isas) for kernel, choices in won.items()}, tuple(notes)
+    chosen = {
+        kernel: tuple(
+            choice
+            for isa in isas
+            for choice in [each for each in choices if each.isa == isa] or [Choice(isa, ROWS[-1], "cpp")]
+        )
+        for kernel, choices in won.items()
+    }
+    return chosen, tuple(notes)
 
 
 def used_races(races: Sequence[Race], kernels: Sequence[KernelSpec]) -> tuple[Race, ...]:
@@ -122,17 +130,6 @@ def _shape(race: Race) -> tuple[tuple[str, int], ...]:
 
 def _order(race: Race) -> tuple[str, tuple[tuple[str, int], ...], str, int]:
     return race.kernel, _shape(race), race.isa, race.rows
-
-
-def _merge(choices: Sequence[Choice], isas: Sequence[IsaName]) -> tuple[Choice, ...]:
-    """By level and rows, without those that the next one covers; a level without a race is C++."""
-    merged: list[Choice] = []
-    for isa in isas:
-        mine = [choice for choice in choices if choice.isa == isa] or [Choice(isa, ROWS[-1], "cpp")]
-        for choice, following in zip(mine, [*mine[1:], None], strict=True):
-            if following is None or following.generator != choice.generator:
-                merged.append(choice)
-    return tuple(merged)
 
 
 # --- deciding ---------------------------------------------------------------------------------------------------------

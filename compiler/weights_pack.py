@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -245,8 +246,7 @@ def _write(
     total = len(header) + sum(sizes.values())
     entries: dict[str, WeightEntry] = {}
     losses = Losses()
-    with open(directory / FILE, "wb") as stream:
-        out = _HashingWriter(stream)
+    with open(directory / FILE, "wb") as stream, _HashingWriter(stream) as out:
         out.write(header)
         for name, weight in ordered:
             start = out.written
@@ -295,14 +295,34 @@ def _header(sizes: Mapping[str, int]) -> bytes:
 
 
 class _HashingWriter:
-    """Writes a stream and hashes what goes through."""
+    """Writes a stream and hashes what goes through, one piece at a time while the caller makes the next."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self._thread = ThreadPoolExecutor(1)
+        self._busy: Future[None] | None = None
         self.digest = hashlib.sha256()
+        """Of all that was written, when the writer is closed."""
         self.written = 0
 
+    def __enter__(self) -> _HashingWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+        self._wait()
+
     def write(self, data: bytes | memoryview) -> None:
+        """Take what must not change any more."""
+        self._wait()
+        self._busy = self._thread.submit(self._put, data)
+        self.written += len(data)
+
+    def _put(self, data: bytes | memoryview) -> None:
         self._stream.write(data)
         self.digest.update(data)
-        self.written += len(data)
+
+    def _wait(self) -> None:
+        if self._busy is not None:
+            self._busy.result()
+            self._busy = None

@@ -57,13 +57,17 @@ def render_choice(kernel: KernelSpec, isa: IsaName) -> str:
     """The C++ source of a kernel with choices: it calls whose code was chosen for the number of rows."""
     args = arguments(FAMILIES[kernel.family], kernel)
     codes = {"cpp": kernel.any_shape.symbol, "tvm": tvm_symbol(kernel)}
-    choices = [choice for choice in kernel.choices if choice.isa == isa]
-    used = sorted({codes[choice.generator] for choice in choices})
+    mine = [choice for choice in kernel.choices if choice.isa == isa]
+    choices = [
+        (choice.rows, codes[choice.generator])
+        for choice, following in zip(mine, [*mine[1:], None], strict=True)
+        if following is None or following.generator != choice.generator
+    ]
     return render_template(
         "cpu/choose.cpp.j2",
         signature=signature(kernel),
-        declarations=[signature(kernel, symbol) for symbol in used],
-        choices=[{"rows": choice.rows, "symbol": codes[choice.generator]} for choice in choices],
+        declarations=[signature(kernel, symbol) for symbol in sorted({symbol for _, symbol in choices})],
+        choices=[{"rows": most, "symbol": symbol} for most, symbol in choices],
         rows=next(arg.name for arg in args if arg.role == "dim"),
         args=", ".join(arg.name for arg in args),
     )

@@ -128,6 +128,7 @@ def test_races_decide_by_shape_and_rows(
     for kernel in eligible(plan):
         assert set(kernel.shape) <= {"N", "K"}
         assert [choice for choice in kernel.choices if choice.isa == one_level] == [
+            Choice(one_level, 1, "tvm"),
             Choice(one_level, 8, "tvm"),
             Choice(one_level, 64, "cpp"),
         ]

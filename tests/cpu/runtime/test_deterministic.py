@@ -194,7 +194,7 @@ def test_the_cost_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.Monke
         generators[deterministic] = {
             tuple(choice.generator for choice in each if choice.isa == best[0].name) for each in chosen
         }
-    assert generators == {False: {("tvm", "cpp")}, True: {("tvm",)}}
+    assert generators == {False: {("tvm", "cpp", "cpp")}, True: {("tvm", "tvm", "tvm")}}
     (note,) = phases.notes
     assert re.search(
         r"kernels of its own. Measured here: decode [+-][\d.]+% \([\d.]+ ms against [\d.]+\), .* a prompt", note
