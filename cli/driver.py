@@ -80,6 +80,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         from ..compiler.onnx_io import write_onnx
         from ..compiler.pass_ import run_passes
         from ..compiler.program import make_program
+        from ..compiler.weights import kept_encoding
         from ..compiler.weights_pack import pack_weights, resolve_encodings
         from ..models.recall import captured_graph
         from ..models.source import open_model
@@ -111,7 +112,7 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
             passes = pipeline(
                 chosen,
                 quant=quantization,
-                encoding_of=lambda name: source[name].encoding,
+                encoding_of=lambda name: kept_encoding(source[name]),
                 level=optimize,
             )
             fused, reports = run_passes(

@@ -39,6 +39,20 @@ class TurnedTensor(LazyTensor, Protocol):
     def turned(self) -> LazyTensor: ...
 
 
+@runtime_checkable
+class ReencodedTensor(LazyTensor, Protocol):
+    """A tensor that is not kept as it is read."""
+
+    @property
+    def kept(self) -> Encoding:
+        """What to store it in, if nothing else is asked for."""
+
+
+def kept_encoding(tensor: LazyTensor) -> Encoding:
+    """How a tensor is stored, if nothing else is asked for."""
+    return tensor.kept if isinstance(tensor, ReencodedTensor) else tensor.encoding
+
+
 class TensorSource(Protocol):
     """A checkpoint under the names that the model's parameters have in its Hugging Face implementation."""
 

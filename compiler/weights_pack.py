@@ -29,7 +29,7 @@ from .lowering import static, weight_bytes, weight_shape
 from .memory import align
 from .quantize import encode
 from .random_fill import fill_name, random_fill
-from .weights import LazyTensor, Piece, Recipe, TensorSource, TurnedTensor
+from .weights import LazyTensor, Piece, Recipe, TensorSource, TurnedTensor, kept_encoding
 
 FILE = "weights.safetensors"
 RANDOM_FILE = "random"
@@ -55,7 +55,7 @@ def _resolve(param: Param, source: TensorSource) -> Param:
     if recipe.constant is not None:
         return replace(param, recipe=replace(recipe, encoding=FLOAT32))
     opened = [_open(piece, source) for piece in recipe.pieces]
-    found = {tensor.encoding for tensor, _ in opened}
+    found = {kept_encoding(tensor) for tensor, _ in opened}
     turned = any(transpose for _, transpose in opened)
     kept = found.pop() if len(found) == 1 else FLOAT32
     if turned and kept.kind == "affine":
@@ -87,11 +87,10 @@ def _open(piece: Piece, source: TensorSource) -> tuple[LazyTensor, bool]:
 
 
 def _piece_shape(piece: Piece, source: TensorSource) -> tuple[int, ...]:
-    shape = source[piece.tensor].shape
+    tensor, transpose = _open(piece, source)
+    shape = tensor.shape[::-1] if transpose else tensor.shape
     if not shape:
         raise UserError(f"expected rows in tensor {piece.tensor}, found a scalar: the checkpoint is damaged")
-    if piece.transpose:
-        shape = shape[::-1]
     start, stop, _ = slice(piece.start, piece.stop).indices(shape[0])
     return (stop - start, *shape[1:])
 

@@ -21,6 +21,7 @@ from ..runtime.decode import decode_json
 from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, EncodedArray, Encoding
 from ..runtime.errors import UserError, shown
 from .float8 import BLOCK, FORMATS, SCALES, Float8Tensor
+from .packed import PackedTensor, packed_tensors
 
 INDEX = "model.safetensors.index.json"
 MAX_NAME = 512
@@ -38,6 +39,16 @@ _FLOATS: dict[str, tuple[Encoding, str]] = {
     "F16": (FLOAT16, "<f2"),
     "BF16": (BFLOAT16, "<u2"),
     "F64": (FLOAT32, "<f8"),
+}
+_INTEGERS = {
+    "I8": "<i1",
+    "U8": "<u1",
+    "I16": "<i2",
+    "U16": "<u2",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I64": "<i8",
+    "U64": "<u8",
 }
 
 
@@ -96,6 +107,13 @@ class FileTensor:
         """Rows `start:stop` of a tensor whose numbers are one byte each."""
         return self._read("<u1", start, stop)
 
+    def integers(self) -> npt.NDArray[Any]:
+        """All numbers of a tensor of integers, mapped: only what is looked at is read. Raises UserError for others."""
+        if self.entry.dtype not in _INTEGERS or 0 in self.shape:
+            raise UserError(f"expected integers in {self.name}, found {self.entry.dtype} {list(self.shape)}")
+        offset = self.file.start + self.entry.data_offsets[0]
+        return np.memmap(self.file.path, _INTEGERS[self.entry.dtype], "r", offset, self.shape)
+
     def _read(self, dtype: str, start: int, stop: int | None) -> npt.NDArray[Any]:
         first, last, _ = slice(start, stop).indices(self.shape[0] if self.shape else 1)
         row = math.prod(self.shape[1:])
@@ -146,16 +164,30 @@ def _check_entry(path: Path, name: str, entry: _Entry, available: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Quantized:
+    """What a configuration says of how weights are stored that their tensors don't."""
+
+    block: tuple[int, int] = BLOCK
+    """Rows and columns that share a scale of 8-bit floats."""
+    zero_offset: int = 1
+    """What GPTQ's zeros lack."""
+
+
 class Checkpoint:
     """A `TensorSource` over the safetensors files of a directory.
 
     `rename` gives the model's name of a tensor. `prefix` is what the decoder's parameters begin with in the model,
-    `model.` say. A checkpoint of the bare decoder lacks it; its tensors are then listed with it. `block` is that of
-    the scales of 8-bit floats.
+    `model.` say. A checkpoint of the bare decoder lacks it; its tensors are then listed with it. Tensors that a
+    quantized weight consists of are listed as that weight; `quantized` says what they themselves don't.
     """
 
     def __init__(
-        self, directory: Path, prefix: str = "", rename: Callable[[str], str] = str, block: tuple[int, int] = BLOCK
+        self,
+        directory: Path,
+        prefix: str = "",
+        rename: Callable[[str], str] = str,
+        quantized: Quantized | None = None,
     ) -> None:
         self.files = tuple(read_safetensors(path) for path in weight_files(directory))
         self._name = directory.name
@@ -165,11 +197,16 @@ class Checkpoint:
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
         self._files = stored
-        self._tensors: dict[str, FileTensor | Float8Tensor] = {
-            name: _with_scales(name, tensor, stored, block) for name, tensor in stored.items()
+        known = quantized or Quantized()
+        packed, parts = packed_tensors(stored, known.zero_offset)
+        self._tensors: dict[str, FileTensor | Float8Tensor | PackedTensor] = {
+            name: _with_scales(name, tensor, stored, known.block)
+            for name, tensor in stored.items()
+            if name not in parts
         }
+        self._tensors |= packed
 
-    def __getitem__(self, name: str) -> FileTensor | Float8Tensor:
+    def __getitem__(self, name: str) -> FileTensor | Float8Tensor | PackedTensor:
         if name not in self._tensors:
             raise UserError(f"The checkpoint {self._name} lacks the tensor {name}; download it again.")
         return self._tensors[name]

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..compiler.weights import TensorSource
 from ..runtime.encodings import Encoding, FloatName
 from ..runtime.errors import UserError, brief, foreign_errors, shown
-from .checkpoint import INDEX, Checkpoint, float8_notes, weight_files
+from .checkpoint import INDEX, Checkpoint, Quantized, float8_notes, weight_files
 from .float8 import BLOCK
 from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
@@ -86,8 +86,8 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
     weights: TensorSource
     notes: tuple[str, ...] = ()
     if not random:
-        block = _float8_block(directory, config)
-        weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config), block)
+        quantized = _quantized(directory, config)
+        weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config), quantized)
         notes = tuple(float8_notes(weights))
         stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"
         used += weight_files(directory)
@@ -108,25 +108,42 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
     )
 
 
-def _float8_block(directory: Path, config: PretrainedConfig) -> tuple[int, int]:
-    """Rows and columns of the blocks that share a scale in a checkpoint of 8-bit floats.
+def _quantized(directory: Path, config: PretrainedConfig) -> Quantized:
+    """What a configuration says of quantized weights.
 
-    The configuration's quantization is dropped: captured are the model's own layers. Raises UserError if the checkpoint
-    is quantized in another way.
+    It is dropped there: captured are the model's own layers. Raises UserError if they are quantized in another way
+    than checkpoints can be read in.
     """
     found = getattr(config, "quantization_config", None)
     if found is None:
-        return BLOCK
-    method, format_ = _field(found, "quant_method") or "unknown", _field(found, "format") or ""
-    if method != "fp8" and not (method == "compressed-tensors" and str(format_).startswith(("float", "naive"))):
+        return Quantized()
+    method, format_ = str(_field(found, "quant_method") or "unknown"), _stored_format(found)
+    if not format_.startswith(_FORMATS.get(method, ())):
+        named = shown(method) + (f" as {shown(format_)}" if method in _FORMATS else "")
         raise UserError(
-            f"{directory.name} is quantized by {shown(method)}, which is not supported; use the original or a GGUF."
+            f"{directory.name} is quantized by {named}, which is not supported; use the original or a GGUF."
         )
     del config.quantization_config
     block = _field(found, "weight_block_size") or BLOCK
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise UserError(f"{directory.name}/config.json has weight_block_size {shown(block)}, expected two sizes")
-    return block[0], block[1]
+    return Quantized((block[0], block[1]), zero_offset=0 if format_ == "gptq_v2" else 1)
+
+
+_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("",),
+    "awq": ("gemm",),
+    "gptq": ("gptq",),
+    "compressed-tensors": ("float", "naive", "pack-quantized"),
+}
+"""How the formats begin in which each method's weights can be read."""
+
+
+def _stored_format(quantization: Any) -> str:
+    """What a quantization's method calls its format."""
+    names = {"awq": ("version", "gemm"), "gptq": ("checkpoint_format", "gptq"), "compressed-tensors": ("format", "")}
+    name, default = names.get(str(_field(quantization, "quant_method")), ("", ""))
+    return str(_field(quantization, name) or default).lower()
 
 
 def _read_config(directory: Path) -> PretrainedConfig:

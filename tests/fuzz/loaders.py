@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import sentencepiece
 from fuzz.loader import Files, Loader
 from safetensors.numpy import save_file
@@ -23,6 +24,7 @@ from transformers import AutoConfig
 from unit.runtime.sample_plan import write_sample_plan
 
 from toolkit.models.checkpoint import INDEX, Checkpoint
+from toolkit.models.packed import PackedTensor
 from toolkit.models.random_weights import RandomSource
 from toolkit.models.source import OpenedModel, TextFiles, open_model
 from toolkit.models.tokenizer import write_text
@@ -51,13 +53,25 @@ def _checkpoints(folder: Path) -> list[Files]:
         save_file({key: tensors[key] for key in part}, folder / name)
     index = {"metadata": {}, "weight_map": {key: names[key == "c"] for key in tensors}}
     (folder / INDEX).write_text(json.dumps(index))
-    return [single, {name: content for name, content in _files(folder).items() if name not in single}]
+    sharded = {name: content for name, content in _files(folder).items() if name not in single}
+    save_file(_packed(), folder / "model.safetensors")
+    return [single, sharded, {"model.safetensors": (folder / "model.safetensors").read_bytes()}]
+
+
+def _packed() -> dict[str, npt.NDArray[Any]]:
+    """A weight as GPTQ stores it and one as compressed-tensors does, with all that they may consist of."""
+    words, scales, order = np.full((4, 8), 0x1234567, np.int32), np.ones((1, 8), np.float16), np.zeros(32, np.int32)
+    ours = {"qweight": words, "qzeros": words[:1, :1], "scales": scales, "g_idx": order}
+    theirs = {"_packed": words.T, "_scale": scales.T, "_zero_point": words[:1, :1], "_g_idx": order, "_shape": [8, 32]}
+    parts = {f"model.a.{name}": part for name, part in ours.items()}
+    parts |= {f"model.b.weight{name}": np.asarray(part) for name, part in theirs.items()}
+    return {name: np.ascontiguousarray(part) for name, part in parts.items()}
 
 
 def _load_checkpoint(folder: Path) -> None:
     checkpoint = Checkpoint(folder, "model.")
     for name in checkpoint:
-        if checkpoint[name].format in ("F32", "F16", "BF16", "F64"):
+        if checkpoint[name].format in ("F32", "F16", "BF16", "F64") or isinstance(checkpoint[name], PackedTensor):
             checkpoint[name].read().decode()
 
 

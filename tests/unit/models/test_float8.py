@@ -102,7 +102,9 @@ def test_a_quantized_model_opens(tmp_path: Path) -> None:
     ("quantization", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "quantized by 'bitsandbytes'"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "quantized by 'compressed-tensors'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "compressed-tensors. as .marlin-24."),
+        ({"quant_method": "awq", "version": "gemv"}, "quantized by .awq. as .gemv."),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "quantized by .gptq. as .marlin."),
         ({"quant_method": "fp8", "weight_block_size": [16]}, "expected two sizes"),
     ],
 )

@@ -142,9 +142,9 @@ def test_config_with_a_bad_value(tmp_path: Path) -> None:
 
 
 def test_foreign_quantization(tmp_path: Path) -> None:
-    values = {"model_type": "llama", **VALUES, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    values = {"model_type": "llama", **VALUES, "quantization_config": {"quant_method": "quip", "bits": 2}}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert "is quantized by 'awq', which is not supported" in refused(tmp_path)
+    assert "is quantized by 'quip', which is not supported" in refused(tmp_path)
 
 
 def test_config_without_weights(tmp_path: Path) -> None:
