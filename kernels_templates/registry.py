@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from .catalog import Family
 from .cpu import dense, linear
-from .cuda import basic, steps
+from .cuda import attention, basic, sample, steps
 from .cuda import linear as cuda_linear
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*dense.FAMILIES, *linear.FAMILIES)}
 """CPU kernels."""
 CUDA_FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*basic.FAMILIES, *cuda_linear.FAMILIES, *steps.FAMILIES)
+    family.name: family
+    for family in (
+        *(*basic.FAMILIES, *attention.FAMILIES, *sample.FAMILIES),
+        *(*cuda_linear.FAMILIES, *steps.FAMILIES),
+    )
 }
 """CUDA kernels."""

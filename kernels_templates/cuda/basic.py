@@ -14,19 +14,22 @@ REALS = ("float32", "float16", "bfloat16")
 THREADS = 256
 
 
-def _real(name: str, when: str = "") -> ArgSpec:
+def real_arg(name: str, when: str = "") -> ArgSpec:
+    """Activations that are read."""
     return ArgSpec(name, "const real *", "in", when)
 
 
-def _out(name: str, when: str = "") -> ArgSpec:
+def out_arg(name: str, when: str = "") -> ArgSpec:
+    """Activations that are written."""
     return ArgSpec(name, "real *", "out", when)
 
 
-def _weight(name: str, when: str = "") -> ArgSpec:
+def weight_arg(name: str, when: str = "") -> ArgSpec:
+    """A vector or table of floats."""
     return ArgSpec(name, "const float *", "weight", when)
 
 
-def _blocks(*factors: str, divisor: int = 1) -> Callable[[Mapping[str, ParamValue]], Grid]:
+def blocks(*factors: str, divisor: int = 1) -> Callable[[Mapping[str, ParamValue]], Grid]:
     """`THREADS` threads in a block for every `divisor` of the product of some arguments."""
     grid = Grid(THREADS, Axis(factors, divisor))
     return lambda params: grid
@@ -41,15 +44,15 @@ NORM = Family(
         **dict.fromkeys(("has_weight", "has_bias", "has_residual"), BOOLS),
     },
     args=(
-        *(_real("x"), _real("residual", "has_residual")),
-        *(_weight("weight", "has_weight"), _weight("bias", "has_bias")),
-        *(_out("sum_out", "has_residual"), _out("out")),
+        *(real_arg("x"), real_arg("residual", "has_residual")),
+        *(weight_arg("weight", "has_weight"), weight_arg("bias", "has_bias")),
+        *(out_arg("sum_out", "has_residual"), out_arg("out")),
         *(dim_arg("rows"), int_arg("W"), int_arg("weight_rows"), float_arg("eps"), float_arg("offset")),
     ),
     ops=("norm", "add_norm"),
     doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias. Row r takes row "
     "r % weight_rows of weight and bias [weight_rows, W].",
-    grid=_blocks("rows"),
+    grid=blocks("rows"),
 )
 
 EMBEDDING = Family(
@@ -57,23 +60,23 @@ EMBEDDING = Family(
     template="cuda/embedding.cu.j2",
     params={"real": REALS, "encoding": ("f32", "f16", "bf16")},
     args=(
-        *(ArgSpec("weight", "const uint8_t *", "weight"), ArgSpec("ids", "const int32_t *", "input"), _out("out")),
+        *(ArgSpec("weight", "const uint8_t *", "weight"), ArgSpec("ids", "const int32_t *", "input"), out_arg("out")),
         *(dim_arg("T"), int_arg("V"), int_arg("W"), float_arg("scale")),
     ),
     ops=("embedding",),
     doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN.",
     layouts=("rows",),
-    grid=_blocks("T"),
+    grid=blocks("T"),
 )
 
 TAKE_ROWS = Family(
     name="take_rows",
     template="cuda/take_rows.cu.j2",
     params={"real": REALS},
-    args=(_real("x"), ArgSpec("rows", "const toolkit_row *", "input"), _out("out"), dim_arg("R"), int_arg("W")),
+    args=(real_arg("x"), ArgSpec("rows", "const toolkit_row *", "input"), out_arg("out"), dim_arg("R"), int_arg("W")),
     ops=("take_rows",),
     doc="out[r] = x[rows[r].token] for x[T, W].",
-    grid=_blocks("R"),
+    grid=blocks("R"),
 )
 
 POINTWISE = Family(
@@ -84,10 +87,15 @@ POINTWISE = Family(
         "expr": ANY,
         **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s")),
     },
-    args=(*(_real(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), dim_arg("rows"), int_arg("W")),
+    args=(
+        *(real_arg(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)),
+        out_arg("out"),
+        dim_arg("rows"),
+        int_arg("W"),
+    ),
     ops=("pointwise",),
     doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
-    grid=_blocks("rows", "W", divisor=THREADS),
+    grid=blocks("rows", "W", divisor=THREADS),
 )
 
 RANDOM_FILL = Family(
@@ -102,7 +110,40 @@ RANDOM_FILL = Family(
     ),
     ops=(),
     doc="Makes `bytes` bytes of a random weight from block `first` of 32 bytes on; see runtime/random_weights.py.",
-    grid=_blocks("bytes", divisor=32 * THREADS),
+    grid=blocks("bytes", divisor=32 * THREADS),
 )
 
-FAMILIES: tuple[Family, ...] = (NORM, EMBEDDING, TAKE_ROWS, POINTWISE, RANDOM_FILL)
+COPY = Family(
+    name="copy",
+    template="cuda/copy.cu.j2",
+    params={"real": REALS},
+    args=(
+        *(real_arg("x"), out_arg("out"), dim_arg("rows"), int_arg("width")),
+        *(int_arg("x_stride"), int_arg("x_offset"), int_arg("out_stride"), int_arg("out_offset")),
+    ),
+    ops=("slice", "concat"),
+    doc="Copies `width` elements a row between rows of different strides: slices and concatenations of the last axis.",
+    grid=blocks("rows", "width", divisor=THREADS),
+)
+
+REDUCE = Family(
+    name="reduce",
+    template="cuda/reduce.cu.j2",
+    params={"real": REALS, "op": ("sum", "mean", "max")},
+    args=(real_arg("x"), out_arg("out"), dim_arg("rows"), int_arg("W")),
+    ops=("reduce",),
+    doc="out[r] = sum, mean or maximum of x[r, :W].",
+    grid=blocks("rows"),
+)
+
+SOFTMAX = Family(
+    name="softmax",
+    template="cuda/softmax.cu.j2",
+    params={"real": REALS},
+    args=(real_arg("x"), out_arg("out"), dim_arg("rows"), int_arg("W")),
+    ops=("softmax",),
+    doc="Softmax over rows of W.",
+    grid=blocks("rows"),
+)
+
+FAMILIES: tuple[Family, ...] = (NORM, EMBEDDING, TAKE_ROWS, POINTWISE, RANDOM_FILL, COPY, REDUCE, SOFTMAX)

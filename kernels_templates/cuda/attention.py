@@ -1,0 +1,150 @@
+"""CUDA kernel families of attention: rotary embedding, writes to the K/V cache, and attention over it.
+
+They have the names, parameters and arguments of the CPU's families; activations are in the type `real`.
+
+Attention shares its work among as many thread blocks as the GPU has multiprocessors: `blocks` is the most of them that
+scratch memory was made for, and the constant `BLOCKS` is more than any GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..catalog import ANY, BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, dim_arg, float_arg, int_arg
+from ..cpu.dense import KV_DTYPES
+from .basic import REALS, blocks, out_arg, real_arg, weight_arg
+
+BLOCKS = 256
+"""What callers give for `blocks`."""
+
+
+def _input(name: str, ctype: str = "const int32_t *") -> ArgSpec:
+    return ArgSpec(name, ctype, "input")
+
+
+_CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
+_CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
+
+ROPE_TABLE = Family(
+    name="rope_table",
+    template="cuda/rope_table.cu.j2",
+    params={"real": REALS, "function": ("cos", "sin")},
+    args=(
+        *(_input("positions"), _input("lengths"), weight_arg("frequencies"), out_arg("out")),
+        *(dim_arg("T"), int_arg("W"), int_arg("first"), int_arg("last"), float_arg("scale")),
+    ),
+    ops=("rope_table",),
+    doc="out[t] = scale * cos or sin of positions[t] * frequencies[r], where r is lengths[t] - first in 0 .. last.",
+    grid=blocks("T", "W", divisor=256),
+)
+
+ROPE = Family(
+    name="rope",
+    template="cuda/rope.cu.j2",
+    params={"real": REALS, "head_dim": ANY, "rotary": ANY, "style": ("half", "pair")},
+    args=(
+        *(real_arg("x"), real_arg("cos"), real_arg("sin"), out_arg("out")),
+        *(dim_arg("T"), int_arg("heads"), int_arg("x_stride")),
+    ),
+    ops=("rope",),
+    doc="Rotates the first `rotary` columns of every head of x[T, heads, head_dim] by cos and sin [T, rotary / 2]. "
+    "`x_stride` is the number of elements from one token of x to the next; out is contiguous.",
+    grid=blocks("T", "heads", divisor=8),
+)
+
+
+def _a_block_a_kv_head(params: Mapping[str, ParamValue]) -> Grid:
+    return Grid(192, Axis(("T",)), Axis(("kv_heads",)))
+
+
+ROPE_KV_WRITE = Family(
+    name="rope_kv_write",
+    template="cuda/rope_kv_write.cu.j2",
+    params={
+        "real": REALS,
+        "head_dim": ANY,
+        "rotary": ANY,
+        "style": ("half", "pair"),
+        "has_rope": BOOLS,
+        "qk_norm": ("", "rms", "layer"),
+        "dtype": KV_DTYPES,
+    },
+    args=(
+        *(real_arg("qkv"), real_arg("cos", "has_rope"), real_arg("sin", "has_rope")),
+        *(weight_arg("q_weight", "qk_norm"), weight_arg("k_weight", "qk_norm")),
+        *(_input("slots"), _CACHE_OUT, out_arg("out")),
+        *(dim_arg("T"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens")),
+        *(float_arg("eps"), float_arg("offset"), int_arg("weight_stride", "qk_norm")),
+    ),
+    ops=("rope_kv_write",),
+    doc="Splits qkv[T, (heads + 2 kv_heads) * head_dim], normalizes and rotates queries and keys, writes keys and "
+    "values to the cache at the step's slots, and queries to out[T, heads, head_dim]. `weight_stride` is the number of "
+    "floats from one head's norm weights to the next's: 0 if all heads share them.",
+    grid=_a_block_a_kv_head,
+)
+
+KV_WRITE = Family(
+    name="kv_write",
+    template="cuda/kv_write.cu.j2",
+    params={"real": REALS, "key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
+    args=(
+        *(real_arg("k"), real_arg("v"), _input("slots"), _CACHE_OUT),
+        *(dim_arg("T"), int_arg("kv_heads"), int_arg("page_tokens"), int_arg("k_stride"), int_arg("v_stride")),
+    ),
+    ops=("kv_write",),
+    doc="Writes k[T, kv_heads, key_dim] and v[T, kv_heads, value_dim] to the cache at the step's slots; the strides "
+    "are elements from one token to the next.",
+    grid=blocks("T", "kv_heads", divisor=8),
+)
+
+
+_PARAMS: Mapping[str, tuple[ParamValue, ...]] = {
+    "real": REALS,
+    "key_dim": ANY,
+    "value_dim": ANY,
+    "dtype": KV_DTYPES,
+    **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes"), BOOLS),
+}
+_ARGS = (
+    *(real_arg("q"), _CACHE_IN, _input("pages"), _input("page_stride"), _input("seq_start"), _input("context")),
+    *(weight_arg("sinks", "has_sinks"), weight_arg("slopes", "has_slopes"), out_arg("out")),
+    *(dim_arg("S"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens"), float_arg("scale")),
+    *(int_arg("window", "has_window"), float_arg("softcap", "has_softcap"), int_arg("blocks")),
+)
+_DOC = """Causal attention of q[T, heads, key_dim] over the pages of each sequence, to out[T, heads, value_dim].
+
+`page_stride` points to the number of pages of a row of `pages`; `page_tokens` is a multiple of 64."""
+
+
+def _persistent(params: Mapping[str, ParamValue]) -> Grid:
+    return Grid(256, Axis(("blocks",), persistent=True))
+
+
+ATTENTION_PREFILL = Family(
+    name="attention_prefill",
+    template="cuda/attention_prefill.cu.j2",
+    params=_PARAMS,
+    args=_ARGS,
+    ops=("paged_attention",),
+    doc=_DOC,
+    grid=_persistent,
+)
+
+ATTENTION_DECODE = Family(
+    name="attention_decode",
+    template="cuda/attention_decode.cu.j2",
+    params=_PARAMS,
+    args=(*_ARGS, ArgSpec("scratch", "float *", "scratch")),
+    ops=("paged_attention",),
+    doc=_DOC + " A sequence has at most one query. The work is shared among blocks by keys; `scratch` has "
+    "`decode_scratch` bytes, for parts of results.",
+    grid=_persistent,
+)
+
+
+def decode_scratch(heads: int, value_dim: int) -> int:
+    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks."""
+    return BLOCKS * 2 * heads * (value_dim + 2) * 4
+
+
+FAMILIES: tuple[Family, ...] = (ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION_PREFILL, ATTENTION_DECODE)
