@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
@@ -17,7 +17,7 @@ from ..compiler.ir import Graph
 from ..compiler.op_spec import int_attr
 from ..compiler.program import Program
 from ..compiler.shapes import Bounds, largest
-from ..compiler.targets import Target, parse_kv_dtype, parse_targets
+from ..compiler.targets import CPU, Target, parse_kv_dtype, parse_target
 from ..runtime.debug import debug
 from ..runtime.errors import UserError
 from ..runtime.plan import Model, PassReport, Plan, Report, RopeChanges
@@ -68,18 +68,19 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
     An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't
     be used.
     """
-    chosen, seed, wanted_kv = one_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
+    chosen, seed, wanted_kv = parse_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
     generators = Generators.parse(generator, tuning)
+    _check_options(chosen, generator=generator, tuning=tuning, deterministic=deterministic)
     if output is not None:
         check_output(Path(output), force=force)
     phases = progress or Phases()
     with phases.phase("Import"):
         require_compile_extra()
-        from ..compiler.codegen.cpu import build_libraries
+        from ..compiler.code import build_code
         from ..compiler.emit import make_plan, write_plan, write_tuning
         from ..compiler.onnx_io import write_onnx
         from ..compiler.pass_ import run_passes
-        from ..compiler.program import make_program
+        from ..compiler.program import make_programs
         from ..compiler.weights import kept_encoding
         from ..compiler.weights_pack import pack_weights, resolve_encodings
         from ..models.recall import captured_graph
@@ -121,17 +122,15 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         with phases.phase("Lower"):
             resolved = resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
-            lower = partial(make_program, resolved, chosen, bounds, kv_dtype)
-            program = lower(deterministic=deterministic)
+            lower = partial(make_programs, resolved, chosen, bounds, kv_dtype, dtype=opened.dtype)
+            first, *others = lower(deterministic=deterministic)
         with phases.phase("Race") if generators.kind == "race" else nullcontext():
-            tuned = generators.choose(program, chosen.isas, phases.advance, deterministic=deterministic)
-            program, lowered = tuned.program, tuned.program.lowered
+            tuned = generators.choose(first, chosen.isas, phases.advance, deterministic=deterministic)
+            programs = (tuned.program, *others)
         with phases.phase("Kernels"):
-            libraries = build_libraries(
-                [program.bucket], lowered.kernels, lowered.weights, folder, progress=phases.advance
-            )
+            code = build_code(chosen, programs, folder, phases.advance)
         with phases.phase("Weights"):
-            packed = pack_weights(lowered.weights, source, folder, phases.advance, random=seed is not None)
+            packed = pack_weights(first.lowered.weights, source, folder, phases.advance, random=seed is not None)
         with phases.phase("Write"):
             write_onnx(captured, folder / "graph.onnx")
             describe = partial(
@@ -146,24 +145,24 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
                 report=_report(captured, fused, reports, (*notes, *packed.notes, *tuned.notes)),
                 tuning=None if tuned.tuning is None else write_tuning(tuned.tuning, folder),
             )
-            plan = describe(program=program, libraries=libraries, deterministic=deterministic)
+            plan = describe(programs=programs, code=code, deterministic=deterministic)
             write_plan(plan, folder)
         if deterministic and progress is not None:
-            _note_cost(phases, folder, plan, (tuned.again or generators).choose(lower(), chosen.isas).program, describe)
-    _debug_stages(captured, fused, plan.report, program)
+            (otherwise,) = lower()
+            otherwise = (tuned.again or generators).choose(otherwise, chosen.isas).program
+            _note_cost(phases, folder, plan, otherwise, describe)
+    _debug_stages(captured, fused, plan.report, programs, chosen)
     return destination
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-def one_target(text: str) -> Target:
-    """The target of that name. Raises UserError for an unknown one, and for several."""
-    targets = parse_targets(text)
-    if len(targets) > 1:
-        names = ", ".join(target.name for target in targets)
-        raise UserError(f"one plan holds one target, found {names}: compile once for each")
-    return targets[0]
+def _check_options(target: Target, **options: object) -> None:
+    """Raise UserError for an option that has no meaning for the target."""
+    given = [f"--{name}" for name, value in options.items() if value]
+    if target.kind == "cuda" and given:
+        raise UserError(f"only CPU plans have {', '.join(given)}, but the target is {target.name}: leave it out")
 
 
 def _random_seed(weights: str | None) -> int | None:
@@ -203,19 +202,17 @@ def is_quantized(graph: Graph) -> bool:
 
 def _note_cost(phases: Phases, folder: Path, plan: Plan, otherwise: Program, describe: Callable[..., Plan]) -> None:
     """Note what the deterministic plan costs, beside one of the program that there would be otherwise."""
-    from ..compiler.codegen.cpu import build_libraries
+    from ..compiler.code import build_code, cpu_code
     from .determinism import cost_note, same_kernels
 
     with phases.phase("Cost"), TemporaryDirectory() as temporary:
-        other, place = describe(program=otherwise, libraries=plan.libraries), folder
+        other, place = describe(programs=(otherwise,), code=cpu_code(otherwise, plan.libraries)), folder
         if not same_kernels(plan, other):
             place = Path(temporary)
             for file in plan.weight_files:
                 if not file.random:
                     (place / file.file).symlink_to((folder / file.file).resolve())
-            lowered = otherwise.lowered
-            libraries = build_libraries([otherwise.bucket], lowered.kernels, lowered.weights, place)
-            other = describe(program=otherwise, libraries=libraries)
+            other = describe(programs=(otherwise,), code=build_code(CPU, (otherwise,), place))
         phases.notes.append(cost_note([(folder, plan), (place, other)]))
 
 
@@ -250,31 +247,34 @@ def _rope_changes(graph: Graph) -> RopeChanges | None:
 
 
 def _report(captured: Graph, fused: Graph, passes: tuple[PassReport, ...], notes: tuple[str, ...]) -> Report:
-    from ..compiler.codegen.cpu import find_compiler
-
     packages = ("numpy", "torch", "transformers")
-    versions = {"toolkit": __version__, "c++": find_compiler().version} | {name: version(name) for name in packages}
+    versions = {"toolkit": __version__} | {name: version(name) for name in packages}
     return Report(len(captured.ops), len(fused.ops), passes, notes, versions)
 
 
 # --- TOOLKIT_DEBUG ----------------------------------------------------------------------------------------------------
 
 
-def _debug_stages(captured: Graph, fused: Graph, report: Report, program: Program) -> None:
+def _debug_stages(captured: Graph, fused: Graph, report: Report, programs: Sequence[Program], target: Target) -> None:
     from ..compiler.text import print_graph
-    from ..kernels_templates.render import render
+    from ..kernels_templates.render import render, render_cuda
 
-    lowered = program.lowered
-    debug(1, f"{len(captured.ops)} ops captured, {len(fused.ops)} after fusion, {len(lowered.kernels)} kernels")
+    kernels = {name: kernel for program in programs for name, kernel in program.lowered.kernels.items()}
+    debug(1, f"{len(captured.ops)} ops captured, {len(fused.ops)} after fusion, {len(kernels)} kernels")
     for each in report.passes:
         debug(2, f"{each.name}: {each.matches} matches, {each.ops_before} -> {each.ops_after} ops")
+    for program in programs:
+        _debug_program(program)
+    debug(4, print_graph(captured))
+    debug(4, print_graph(fused))
+    for kernel in kernels.values():
+        debug(4, render_cuda(kernel, target.archs[-1]) if target.archs else render(kernel, target.isas[0]))
+
+
+def _debug_program(program: Program) -> None:
     for number, launch in enumerate(program.bucket.launches):
         debug(3, f"launch {number}: {launch.op} -> {launch.kernel}{' | barrier' if launch.barrier else ''}")
     for buffer in program.buffers:
         debug(
             3, f"buffer {buffer.value}: [{buffer.offset}, {buffer.offset + buffer.bytes}) {buffer.first}..{buffer.last}"
         )
-    debug(4, print_graph(captured))
-    debug(4, print_graph(fused))
-    for kernel in lowered.kernels.values():
-        debug(4, render(kernel, "x86-64-v3"))

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from ..compiler.targets import parse_kv_dtype
+from ..compiler.targets import parse_kv_dtype, parse_target
 from ..runtime.errors import UserError
-from .driver import is_quantized, model_context, one_target, require_compile_extra
+from .driver import is_quantized, model_context, require_compile_extra
 
 NAMES = {"attention": "attention op", "norm": "norm", "rope": "rotation", "linear": "matrix product"}
 """How the op kinds that matter most are called; all others are counted together."""
@@ -43,7 +43,7 @@ def find_missing(
 
     The choices are those of `compile`. Raises UserError for what can't be opened or chosen.
     """
-    chosen, wanted_kv = one_target(target), parse_kv_dtype(kv_cache_dtype)
+    chosen, wanted_kv = parse_target(target), parse_kv_dtype(kv_cache_dtype)
     require_compile_extra()
     from ..compiler.lower import NoKernelError, lower
     from ..compiler.pass_ import run_passes
@@ -64,7 +64,8 @@ def find_missing(
         passes = pipeline(chosen, quant=quantization, encoding_of=lambda name: opened.weights[name].encoding)
         fused, _ = run_passes(graph, passes)
         resolved = resolve_encodings(fused, opened.weights)
-        lower(resolved, chosen, wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved)))
+        kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
+        lower(resolved, chosen, bounds, kv_dtype, dtype=opened.dtype)
     except MissingPartsError as error:
         missing, understood = list(error.problems), error.found
     except NoKernelError as error:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from ..kernels_templates.catalog import KernelSpec
 from ..runtime.plan import (
     MAJOR,
     MINOR,
     CacheResource,
-    Kernel,
-    Library,
     MemoryPlan,
     Model,
     Plan,
@@ -24,7 +21,7 @@ from ..runtime.plan import (
 )
 from ..runtime.step import ABI_HASH, MAX_TOP, RESULT, ROW
 from ..runtime.tuning import TUNING, Tuning, encode_tuning
-from .codegen.cpu import kernel_source_hash
+from .code import Code
 from .program import Program
 from .shapes import Bounds
 from .weights_pack import PackedWeights
@@ -37,8 +34,8 @@ def make_plan(
     model: Model,
     target: str,
     bounds: Bounds,
-    program: Program,
-    libraries: tuple[Library, ...],
+    programs: Sequence[Program],
+    code: Code,
     weights: PackedWeights,
     text: Text | None,
     eos_token_ids: tuple[int, ...],
@@ -48,6 +45,8 @@ def make_plan(
     deterministic: bool = False,
 ) -> Plan:
     """The plan of what was compiled."""
+    largest = max(programs, key=lambda program: program.arena)
+    caches = largest.lowered.caches
     passes = tuple(msgspec.structs.replace(each, seconds=0.0) for each in report.passes)
     return Plan(
         format="toolkit-plan",
@@ -57,24 +56,26 @@ def make_plan(
         model=model,
         target=target,
         max_batch=bounds.max_sequences,
-        buckets=(program.bucket,),
-        kernels=_kernels(program.lowered.kernels),
-        libraries=libraries,
+        buckets=tuple(program.bucket for program in programs),
+        kernels=dict(code.kernels),
+        libraries=code.libraries,
         weights=dict(weights.entries),
         weight_files=weights.files,
-        caches=program.lowered.caches,
+        caches=caches,
         memory=MemoryPlan(
-            arena=program.arena,
+            arena=largest.arena,
             weights=sum(entry.bytes for entry in weights.entries.values()),
-            host=host_bytes(bounds, program.lowered.caches),
-            buffers=program.buffers,
+            host=host_bytes(bounds, caches),
+            buffers=largest.buffers,
+            bucket=largest.bucket.name if largest is not programs[0] else "",
         ),
         text=text,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        report=msgspec.structs.replace(report, passes=passes),
+        report=msgspec.structs.replace(report, passes=passes, versions=report.versions | dict(code.versions)),
         fills=dict(weights.fills),
         tuning=tuning,
+        modules=code.modules,
         deterministic=deterministic,
     )
 
@@ -91,13 +92,6 @@ def write_tuning(tuning: Tuning, directory: Path) -> TuningFile:
     content = encode_tuning(tuning)
     (directory / TUNING).write_bytes(content)
     return TuningFile(TUNING, len(content), hashlib.sha256(content).hexdigest())
-
-
-def _kernels(kernels: Mapping[str, KernelSpec]) -> dict[str, Kernel]:
-    return {
-        name: Kernel(spec.family, dict(spec.params), kernel_source_hash(spec), dict(spec.shape), spec.choices)
-        for name, spec in sorted(kernels.items())
-    }
 
 
 def host_bytes(bounds: Bounds, caches: Sequence[CacheResource]) -> int:

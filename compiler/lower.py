@@ -7,21 +7,21 @@ linear layers of a value, by the norm or activation that makes it where possible
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ..kernels_templates.catalog import ParamValue
+from ..kernels_templates.cuda.choose import choose_linear
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
 from .ir import Graph, Op, Value
 from .lowered import Argument, Lowered, place_barriers
-from .lowering import FLOAT_BYTES, Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
+from .lowering import Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
 from .op_spec import bool_attr, float_attr, int_attr, str_attr
 from .ops import OPS
-from .shapes import Shape, Sym, product
-from .targets import Target
+from .shapes import Bounds, Dim, Shape, Sym, product
+from .targets import FloatDType, Target
 
 Rule = Callable[[Lowering, Op], None]
 
@@ -39,27 +39,49 @@ class NoKernelError(UserError):
         super().__init__(f"target {target} can't run this model: it has no kernel for {'; '.join(blockers)}")
 
 
-def lower(graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: bool = False) -> Lowered:
-    """The kernel calls of a fused graph whose weight encodings are resolved; `kv_dtype` is that of the caches, and
-    `deterministic` allows batch-invariant kernels alone.
+def lower(
+    graph: Graph,
+    target: Target,
+    bounds: Bounds,
+    kv_dtype: KvDType,
+    *,
+    dtype: FloatDType = "float32",
+    deterministic: bool = False,
+) -> tuple[Lowered, ...]:
+    """The kernel calls of a fused graph whose weight encodings are resolved, for each bucket of the target.
 
+    `kv_dtype` is that of the caches, `dtype` the model's, and `deterministic` allows batch-invariant kernels alone.
     Raises NoKernelError naming every op that the target has no kernel for.
     """
-    low = Lowering(graph, target, kv_dtype, deterministic=deterministic)
-    blockers: Counter[str] = Counter()
+    blockers: dict[str, None] = {}
+    buckets = []
+    for limits in target.buckets(bounds):
+        low = Lowering(graph, target, limits, kv_dtype, real=target.real(dtype), deterministic=deterministic)
+        buckets.append(_lower(low, graph, blockers))
+    if blockers:
+        raise NoKernelError(target.name, tuple(blockers))
+    first = buckets[0]
+    if any((each.weights, each.caches) != (first.weights, first.caches) for each in buckets):
+        raise InternalError(f"buckets of {target.name} disagree on how weights or caches are stored")
+    return tuple(buckets)
+
+
+def _lower(low: Lowering, graph: Graph, blockers: dict[str, None]) -> Lowered:
+    """The calls of one bucket; what has no kernel goes to `blockers`."""
     for op in graph.ops:
         try:
             _rule(op)(low, op)
         except Unsupported as problem:
-            blockers[f"{label(op)}: {problem}"] += 1
+            blockers[f"{label(op)}: {problem}"] = None
             for value in op.outputs:
                 low.put(value, _assumed(low, op, value))
-    if blockers:
-        raise NoKernelError(target.name, tuple(blockers))
     forward = len(low.calls)
-    _sample(low, graph.outputs[0])
-    calls = place_barriers(low.calls)
-    return Lowered(calls[:forward], calls[forward:], low.buffers, low.weights, low.caches)
+    try:
+        _sample(low, graph.outputs[0])
+    except Unsupported as problem:
+        blockers[f"sample: {problem}"] = None
+    calls = place_barriers(low.calls) if low.target.kind == "cpu" else tuple(low.calls)  # launches of a GPU are ordered
+    return Lowered(low.limits, calls[:forward], calls[forward:], low.buffers, low.weights, low.caches)
 
 
 def _rule(op: Op) -> Rule:
@@ -99,7 +121,9 @@ def _embedding(low: Lowering, op: Op) -> None:
         "W": ConstArg(width),
         "scale": ConstArg(float_attr(op.attrs, "scale")),
     }
-    params: dict[str, ParamValue] = {"encoding": low.encoding(table).name, "layout": low.weights[table.name].layout}
+    params: dict[str, ParamValue] = {"encoding": low.encoding(table).name}
+    if low.target.kind == "cpu":
+        params["layout"] = low.weights[table.name].layout
     low.call("embedding", params, args, op, flops=width)
 
 
@@ -127,7 +151,7 @@ def _linear(low: Lowering, op: Op) -> None:
     gated = bool_attr(op.attrs, "gated")
     if len(extras) > MAX_EXTRAS:
         raise Unsupported(f"an epilogue with {len(extras)} extra inputs, more than {MAX_EXTRAS}")
-    if gated and columns % (2 * PANEL):
+    if gated and low.target.kind == "cpu" and columns % (2 * PANEL):
         raise Unsupported(f"halves of {columns} columns, which are no multiple of {2 * PANEL}")
     args: dict[str, Argument] = {
         "x": low.quantized(x) if encoding.kind == "affine" else low.pointer(x),
@@ -138,8 +162,9 @@ def _linear(low: Lowering, op: Op) -> None:
     }
     if has_bias:
         args["bias"] = low.pointer(op.inputs[2])
+    family, own = _linear_kernel(low, rows, columns, inner, encoding.name, gated=gated)
     params: dict[str, ParamValue] = {
-        "encoding": encoding.name,
+        **own,
         "has_bias": has_bias,
         "epilogue": str_attr(op.attrs, "epilogue"),
         "gated": gated,
@@ -151,7 +176,17 @@ def _linear(low: Lowering, op: Op) -> None:
             params[name] = "t" if extras[index].type.shape == op.output.type.shape else "n"
             args[name] = low.pointer(extras[index])
     wanted, outputs = low.output_as_wanted(op.output)
-    low.call("linear", params | wanted, args | outputs, op, flops=2 * count(rows) * columns * inner)
+    low.call(family, params | wanted, args | outputs, op, flops=2 * count(rows) * columns * inner)
+
+
+def _linear_kernel(
+    low: Lowering, rows: Dim, columns: int, inner: int, encoding: str, *, gated: bool
+) -> tuple[str, Mapping[str, ParamValue]]:
+    """The family of a linear layer, and the parameters that not all such families have."""
+    if low.target.kind == "cpu":
+        return "linear", {"encoding": encoding}
+    most = low.limits.bounds.largest(rows)
+    return choose_linear(most, columns=columns, inner=inner, real=low.real, encoding=encoding, gated=gated)
 
 
 # --- norms and activations --------------------------------------------------------------------------------------------
@@ -271,7 +306,7 @@ def _rope(low: Lowering, op: Op) -> None:
     tokens, heads, width = x.type.shape
     place = low.as_rows(x, tokens)
     args: dict[str, Argument] = {
-        "x": place.view,
+        "x": low.view(place),
         "cos": low.pointer(cos),
         "sin": low.pointer(sin),
         "out": low.output(op.output),
@@ -344,8 +379,8 @@ def _kv_write(low: Lowering, op: Op) -> None:
     tokens, kv_heads, key_dim = k.type.shape
     keys, values = low.as_rows(k, tokens), low.as_rows(v, tokens)
     args: dict[str, Argument] = {
-        "k": keys.view,
-        "v": values.view,
+        "k": low.view(keys),
+        "v": low.view(values),
         "slots": InputArg("slots", storage.group),
         "cache": storage,
         "T": dim(tokens),
@@ -400,7 +435,11 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         "has_slopes": "slopes" in flags,
     }
     wanted, outputs = low.output_as_wanted(op.output, static(heads) * value_dim if value_dim % 32 == 0 else None)
-    low.call("attention", params | wanted, args | outputs, op)
+    family = "attention"
+    if low.target.kind == "cuda":
+        family = "attention_decode" if low.limits.decode else "attention_prefill"
+        args["T"] = dim(q.type.shape[0])
+    low.call(family, params | wanted, args | outputs, op)
 
 
 def _cache(low: Lowering, value: Value) -> CacheArg:
@@ -421,7 +460,7 @@ def _cast(low: Lowering, op: Op) -> None:
     source, target = op.inputs[0].type.dtype, op.output.type.dtype
     if isinstance(low.place(op.inputs[0]), InputArg) or target in ("int32", "int64", "bool"):
         raise Unsupported(f"{source} to {target}")
-    _alias(low, op)  # all floats are float32, and a bool is 0.0 or 1.0
+    _alias(low, op)  # all floats are of one type, and a bool is 0.0 or 1.0
 
 
 def _transpose(low: Lowering, op: Op) -> None:
@@ -467,10 +506,12 @@ def _sample(low: Lowering, logits: Value) -> None:
         "results": InputArg("results"),
         "top_tokens": InputArg("top_tokens"),
         "top_logprobs": InputArg("top_logprobs"),
-        "scratch": low.new_buffer("sample:scratch", rows, width * FLOAT_BYTES),
+        "scratch": low.new_buffer("sample:scratch", rows, width * 4),
         "R": dim(rows),
         "V": ConstArg(width),
     }
+    if low.target.kind == "cuda":
+        args["tokens"] = InputArg("tokens")
     low.call("sample", {}, args, "sample", flops=8 * count(rows) * width)
 
 

@@ -9,6 +9,7 @@ from ..kernels_templates.catalog import KernelSpec
 from ..kernels_templates.packing import Layout
 from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, WeightArg
 from .ir import Param
+from .targets import BucketLimits
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A graph as kernel calls: `forward` up to the logits, then `sample`."""
+    """A graph as kernel calls for the steps of one bucket: `forward` up to the logits, then `sample`."""
 
+    limits: BucketLimits
     forward: tuple[Call, ...]
     sample: tuple[Call, ...]
     buffers: Mapping[str, VirtualBuffer]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..kernels_templates.catalog import ArgSpec, KernelSpec, ParamValue
 from ..kernels_templates.packing import layout_bytes, q8_row_bytes
 from ..kernels_templates.reference import page_bytes
-from ..kernels_templates.registry import FAMILIES
+from ..kernels_templates.registry import families
 from ..kernels_templates.render import arguments
 from ..runtime.encodings import FLOAT32, Encoding
 from ..runtime.errors import InternalError
@@ -16,10 +16,10 @@ from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, 
 from .ir import Graph, Op, Param, Value
 from .lowered import Argument, Call, View, VirtualBuffer, Weight
 from .op_spec import divide
-from .shapes import Dim, Sym, largest, product
-from .targets import Target
+from .shapes import Dim, Sym, product
+from .targets import BucketLimits, FloatDType, Target
 
-FLOAT_BYTES = 4
+_BYTES: Mapping[FloatDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Unsupported(Exception):
@@ -40,29 +40,43 @@ class Rows:
     def contiguous(self) -> bool:
         return self.stride == self.width or self.rows == 1
 
-    @property
-    def view(self) -> View:
-        return View(self.buffer, self.offset * FLOAT_BYTES)
-
 
 Place = Rows | InputArg | WeightArg | CacheArg
 
 
 class Lowering:
-    """Lowers one graph: rules ask it where inputs are, and tell it which kernels to call."""
+    """Lowers one graph for the steps of one bucket: rules ask it where inputs are, and tell it which kernels to call.
 
-    def __init__(self, graph: Graph, target: Target, kv_dtype: KvDType, *, deterministic: bool = False) -> None:
+    What differs between kinds of targets is here: `real`, the numbers of activations, which every CUDA kernel has as a
+    parameter; the kernel families; and 8-bit activations, which CPU kernels alone can write.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        target: Target,
+        limits: BucketLimits,
+        kv_dtype: KvDType,
+        *,
+        real: FloatDType,
+        deterministic: bool = False,
+    ) -> None:
         self.target = target
+        self.limits = limits
+        self.real = real
+        self.real_bytes = _BYTES[real]
+        self.families = families(target.kind)
         self.deterministic = deterministic
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
         self.buffers: dict[str, VirtualBuffer] = {}
-        self.weights = choose_layouts(graph)
+        self.weights = choose_layouts(graph, target)
         self.caches = group_caches(graph, target, kv_dtype)
         self.uses = graph.uses()
         self._outputs = {value.name for value in graph.outputs}
         self._quantized: dict[tuple[Rows, int], View] = {}
         self._copies: dict[Rows, Rows] = {}
+        self._roles: dict[str, str] = {}
         self._places: dict[str, Place] = {value.name: InputArg(value.name) for value in graph.inputs}
         self._places |= {name: WeightArg(name) for name in self.weights}
         slots = {
@@ -89,7 +103,11 @@ class Lowering:
     def pointer(self, value: Value) -> Argument:
         """A pointer to the value's elements in row-major order; a strided view is copied first."""
         place = self.place(value)
-        return self._dense(place).view if isinstance(place, Rows) else place
+        return self.view(self._dense(place)) if isinstance(place, Rows) else place
+
+    def view(self, place: Rows) -> View:
+        """A pointer to the first element of rows."""
+        return View(place.buffer, place.offset * self.real_bytes)
 
     def as_rows(self, value: Value, rows: Dim) -> Rows:
         """The value as `rows` equal rows, strided where it lies so."""
@@ -133,12 +151,12 @@ class Lowering:
         """A new buffer of `rows` rows."""
         if name in self.buffers:
             raise InternalError(f"buffer {name} exists already")
-        self.buffers[name] = VirtualBuffer(largest(rows) * row_bytes, count(rows) * row_bytes)
+        self.buffers[name] = VirtualBuffer(self.limits.bounds.largest(rows) * row_bytes, count(rows) * row_bytes)
         return View(name)
 
     def new_rows(self, name: str, rows: Dim, width: int) -> Rows:
         """A new buffer of contiguous rows of floats."""
-        self.new_buffer(name, rows, width * FLOAT_BYTES)
+        self.new_buffer(name, rows, width * self.real_bytes)
         return Rows(name, rows, width, width)
 
     def output(self, value: Value) -> View:
@@ -155,6 +173,8 @@ class Lowering:
         encoding = self.weights[weight.name].param.recipe.encoding
         if encoding is None:
             raise InternalError(f"the encoding of {weight.name} was not resolved before lowering")
+        if encoding.kind == "affine" and self.target.kind == "cuda":
+            raise Unsupported(f"{weight.name} is quantized ({encoding.name}): compile with --quant bf16")
         return encoding
 
     def wanted(self, value: Value, width: int) -> tuple[bool, bool]:
@@ -181,6 +201,8 @@ class Lowering:
 
         Buffers are made for what users of the value read. A quantized row has `columns`, the last axis if left out.
         """
+        if self.target.kind == "cuda":
+            return {}, {"out": self.output(value)}
         rows, width = rows_and_width(value)
         columns = width if columns is None else columns
         floats, quantized = self.wanted(value, columns)
@@ -190,7 +212,7 @@ class Lowering:
         self.put(value, place)
         args: dict[str, Argument] = {}
         if floats:
-            args["out"] = self.new_buffer(value.name, rows, width * FLOAT_BYTES)
+            args["out"] = self.new_buffer(value.name, rows, width * self.real_bytes)
         if quantized:
             q8_rows = divide(product(value.type.shape), columns)
             args["q8"] = self.new_buffer(f"{value.name}:q8", q8_rows, q8_row_bytes(columns))
@@ -225,15 +247,18 @@ class Lowering:
         Raises Unsupported for a parameter value that the family lacks, and for a family that is not batch-invariant
         where only such are allowed; InternalError for wrong names.
         """
-        kernel = make_kernel(family, params)
-        if self.deterministic and not FAMILIES[family].batch_invariant:
+        kernel = self._kernel(family, params)
+        if self.deterministic and not self.families[family].batch_invariant:
             raise Unsupported(f"kernel {family} is not batch-invariant, as a deterministic plan needs")
-        specs = arguments(FAMILIES[family], kernel)
+        specs = arguments(self.families[family], kernel)
         if {spec.name for spec in specs} != args.keys():
             raise InternalError(
                 f"kernel {kernel.symbol} takes {[spec.name for spec in specs]}, lowering gave {list(args)}"
             )
         bound = tuple((spec, args[spec.name]) for spec in specs)
+        for spec, arg in bound:
+            if isinstance(arg, WeightArg):
+                self._read_weight(arg.name, spec)
         state_changes = isinstance(op, Op) and any(value.type.dtype == "cache" for value in op.outputs)
         self.calls.append(
             Call(
@@ -247,6 +272,32 @@ class Lowering:
             )
         )
 
+    def _read_weight(self, name: str, spec: ArgSpec) -> None:
+        """Store a weight that kernels read as an activation as `real` numbers.
+
+        Raises Unsupported if others read it as a weight, in its own encoding.
+        """
+        if self._roles.setdefault(name, spec.role) != spec.role and self.real != "float32":
+            raise Unsupported(f"{name} is read both as a weight and as {self.real} activations")
+        if spec.role == "in":
+            param = self.weights[name].param
+            stored = replace(param, recipe=replace(param.recipe, encoding=Encoding(self.real)))
+            self.weights[name] = replace(self.weights[name], param=stored)
+
+    def _kernel(self, family: str, params: Mapping[str, ParamValue]) -> KernelSpec:
+        """The kernel of a family with these parameters, which must be exactly its own and legal."""
+        if family not in self.families:
+            raise Unsupported(f"there is no kernel {family}")
+        legal = self.families[family].params
+        if "real" in legal:
+            params = {**params, "real": self.real}
+        if legal.keys() != params.keys():
+            raise InternalError(f"kernel family {family} has parameters {list(legal)}, lowering gave {list(params)}")
+        for name, values in legal.items():
+            if values and params[name] not in values:
+                raise Unsupported(f"kernel {family} takes {name} {', '.join(map(str, values))}, not {params[name]!r}")
+        return KernelSpec(family, params)
+
     def _least_bytes(self, spec: ArgSpec, arg: Argument, op: Op | str) -> int:
         """Bytes that a call reads through an argument when T = S = R = 1."""
         if isinstance(arg, View) and spec.role == "in":
@@ -257,19 +308,6 @@ class Lowering:
             gathered = isinstance(op, Op) and op.kind == "embedding"
             return size // count(weight.param.value.type.shape[0]) if gathered else size
         return 0
-
-
-def make_kernel(family: str, params: Mapping[str, ParamValue]) -> KernelSpec:
-    """The kernel of a family with these parameters, which must be exactly its own and legal."""
-    if family not in FAMILIES:
-        raise InternalError(f"there is no kernel family {family!r}")
-    legal = FAMILIES[family].params
-    if legal.keys() != params.keys():
-        raise InternalError(f"kernel family {family} has parameters {list(legal)}, lowering gave {list(params)}")
-    for name, values in legal.items():
-        if values and params[name] not in values:
-            raise Unsupported(f"kernel {family} takes {name} {', '.join(map(str, values))}, not {params[name]!r}")
-    return KernelSpec(family, params)
 
 
 def _touched(bound: Sequence[tuple[ArgSpec, Argument]], *, writing: bool, caches: bool) -> frozenset[str]:
@@ -318,20 +356,20 @@ def label(op: Op) -> str:
 # --- weights and caches -----------------------------------------------------------------------------------------------
 
 
-def choose_layouts(graph: Graph) -> dict[str, Weight]:
-    """Every parameter with the layout that its kernels read: matrices of linear layers and embeddings in panels of 16
-    rows, all else (vectors, tables of constants) as float32 rows.
+def choose_layouts(graph: Graph, target: Target) -> dict[str, Weight]:
+    """Every parameter with the layout that its kernels read: matrices of linear layers and embeddings in the target's,
+    all else (vectors, tables of constants) as float32 rows.
     """
-    panels = set()
+    matrices = set()
     for op in graph.ops:
         if op.kind == "linear":
-            panels.add(op.inputs[1].name)
+            matrices.add(op.inputs[1].name)
         elif op.kind == "embedding":
-            panels.add(op.inputs[0].name)
+            matrices.add(op.inputs[0].name)
     weights = {}
     for param in graph.params:
-        if param.value.name in panels and param.recipe.constant is None:
-            weights[param.value.name] = Weight(param, "panel16")
+        if param.value.name in matrices and param.recipe.constant is None:
+            weights[param.value.name] = Weight(param, target.matrix_layout)
         else:
             plain = Param(param.value, replace(param.recipe, encoding=FLOAT32))
             weights[param.value.name] = Weight(plain, "rows")
@@ -366,7 +404,7 @@ def group_caches(graph: Graph, target: Target, dtype: KvDType) -> tuple[CacheRes
             key_dim=key_dim,
             value_dim=value_dim,
             dtype=dtype,
-            layout="kv-head-major",
+            layout=target.kv_layout,
             window=window,
         )
         for (heads, key_dim, value_dim, window), members in layers.items()

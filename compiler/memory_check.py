@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..kernels_templates.catalog import KernelSpec
+from ..kernels_templates.catalog import Family, KernelSpec
 from ..kernels_templates.registry import FAMILIES
 from ..kernels_templates.render import arguments
 from ..runtime.errors import InternalError
@@ -32,7 +32,13 @@ class Access:
         return f"launch {self.launch}, {self.value} at [{self.start}, {self.stop})"
 
 
-def check_memory(bucket: Bucket, kernels: Mapping[str, KernelSpec], buffers: Sequence[Buffer], arena: int) -> None:
+def check_memory(
+    bucket: Bucket,
+    kernels: Mapping[str, KernelSpec],
+    buffers: Sequence[Buffer],
+    arena: int,
+    families: Mapping[str, Family] = FAMILIES,
+) -> None:
     """Raises InternalError, naming the launches and values, unless
 
     * every buffer lies in the arena, 64-byte aligned, and no two that are alive together overlap;
@@ -45,8 +51,9 @@ def check_memory(bucket: Bucket, kernels: Mapping[str, KernelSpec], buffers: Seq
     _check_bounds(launches, {buffer.value: buffer for buffer in buffers})
     held: list[Access] = []  # what the arena holds: the last writer of each range
     for group in _between_barriers(launches):
-        reads = [access for index in group for access in _accesses(index, launches[index], kernels, writing=False)]
-        writes = [access for index in group for access in _accesses(index, launches[index], kernels, writing=True)]
+        found = [access for index in group for access in _accesses(index, launches[index], kernels, families)]
+        reads = [access for access, writing in found if not writing]
+        writes = [access for access, writing in found if writing]
         for read in reads:
             _check_held(read, held)
         _check_races(reads, writes)
@@ -93,12 +100,14 @@ def _between_barriers(launches: Sequence[Launch]) -> Iterable[list[int]]:
         yield group
 
 
-def _accesses(index: int, launch: Launch, kernels: Mapping[str, KernelSpec], *, writing: bool) -> Iterable[Access]:
+def _accesses(
+    index: int, launch: Launch, kernels: Mapping[str, KernelSpec], families: Mapping[str, Family]
+) -> Iterable[tuple[Access, bool]]:
+    """The ranges that a launch reads or, with True, writes."""
     kernel = kernels[launch.kernel]
-    specs = arguments(FAMILIES[kernel.family], kernel)
-    for arg, spec in zip(launch.args, specs, strict=True):
-        if isinstance(arg, ArenaArg) and (spec.role in ("out", "scratch")) == writing:
-            yield Access(index, arg.value, arg.offset, arg.offset + arg.bytes)
+    for arg, spec in zip(launch.args, arguments(families[kernel.family], kernel), strict=True):
+        if isinstance(arg, ArenaArg):
+            yield Access(index, arg.value, arg.offset, arg.offset + arg.bytes), spec.role in ("out", "scratch")
 
 
 def _check_held(read: Access, held: Iterable[Access]) -> None:

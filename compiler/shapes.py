@@ -71,3 +71,9 @@ class Bounds:
     max_rows: int
     max_context: int
     """Most tokens of a sequence, prompt and output together."""
+
+    def largest(self, dim: Dim) -> int:
+        """The largest value a dimension takes in such a step."""
+        if isinstance(dim, int):
+            return dim
+        return dim.factor * {"T": self.max_tokens, "S": self.max_sequences, "R": self.max_rows}[dim.name]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from ..kernels_templates.packing import Layout
 from ..runtime.errors import UserError
-from ..runtime.plan import IsaName, KvDType
+from ..runtime.plan import ArchName, IsaName, KvDType, TargetKind
 from .shapes import Bounds
 
 FloatDType = Literal["float32", "float16", "bfloat16"]
+
+
+TOKEN_BUCKETS = (64, 512, 2048, 8192)
+"""Tokens of a GPU's launch programs for steps other than decoding."""
+
+
+@dataclass(frozen=True)
+class BucketLimits:
+    """Which steps a launch program serves: see `plan.Bucket`."""
+
+    name: str
+    bounds: Bounds
+    decode: bool = False
 
 
 @dataclass(frozen=True)
@@ -17,8 +32,13 @@ class Target:
     """A kind of machine that plans run on."""
 
     name: str
-    isas: tuple[IsaName, ...]
+    isas: tuple[IsaName, ...] = ()
     """Instruction set levels that get a library each; the machine picks the last one that it has."""
+    archs: tuple[ArchName, ...] = ()
+    """GPU architectures that get a module each."""
+    matrix_layout: Layout = "panel16"
+    """Of the weights of linear layers and embeddings."""
+    kv_layout: str = "kv-head-major"
     page_tokens: int = 16
     """Tokens in a page of the K/V cache."""
     max_tokens: int = 512
@@ -28,9 +48,20 @@ class Target:
     default_batch: int = 64
     default_context: int = 8192
 
+    @property
+    def kind(self) -> TargetKind:
+        """What runs the plans."""
+        return "cuda" if self.archs else "cpu"
+
+    def real(self, dtype: FloatDType) -> FloatDType:
+        """The numbers of activations in a plan for a model of this dtype."""
+        return dtype if self.kind == "cuda" else "float32"
+
     def kv_dtype(self, dtype: FloatDType, *, quantized: bool) -> KvDType:
-        """How K/V caches are stored unless the user says: exactly for float32 models that are not quantized, else in
-        half the bytes."""
+        """How K/V caches are stored unless the user says: as activations are on a GPU; on CPU exactly for float32
+        models that are not quantized, else in half the bytes."""
+        if self.kind == "cuda":
+            return dtype
         return "float32" if dtype == "float32" and not quantized else "float16"
 
     def bounds(self, model_context: int, max_batch: int | None = None, max_context: int | None = None) -> Bounds:
@@ -53,6 +84,28 @@ class Target:
             max_context=context,
         )
 
+    def buckets(self, bounds: Bounds) -> tuple[BucketLimits, ...]:
+        """The launch programs of a plan with these bounds, in the order in which a step looks for one that fits.
+
+        CPU code takes any step. On a GPU steps of one token a sequence have programs of their own for 1, 2, 4, ...
+        sequences, which are replayed whole; others run in the program for the next larger number of tokens.
+        """
+        if self.kind == "cpu":
+            return (BucketLimits("step", bounds),)
+        batch = bounds.max_sequences
+        decode = [1 << power for power in range((batch - 1).bit_length())] + [batch]
+        tokens = [size for size in TOKEN_BUCKETS if size < bounds.max_tokens] + [bounds.max_tokens]
+        return (
+            *(BucketLimits(f"decode[{size}]", _within(bounds, size), decode=True) for size in decode),
+            *(BucketLimits(f"tokens[{size}]", _within(bounds, size)) for size in tokens),
+        )
+
+
+def _within(bounds: Bounds, tokens: int) -> Bounds:
+    """The bounds of steps of at most so many tokens."""
+    sequences, rows = min(tokens, bounds.max_sequences), min(tokens, bounds.max_rows)
+    return replace(bounds, max_tokens=tokens, max_sequences=sequences, max_rows=rows)
+
 
 def parse_kv_dtype(text: str) -> KvDType | None:
     """The `--kv-cache-dtype` that the user chose, or None for `auto`. Raises UserError for anything else."""
@@ -63,24 +116,52 @@ def parse_kv_dtype(text: str) -> KvDType | None:
 
 
 CPU = Target("cpu", isas=("x86-64-v3", "x86-64-v4"))
-TARGETS = {target.name: target for target in (CPU,)}
-PLANNED = ("sm80", "sm86", "sm89", "sm90", "aarch64")
+ARCHS: tuple[ArchName, ...] = get_args(ArchName)
+"""GPU architectures in order of their compute capability."""
+PLANNED = ("aarch64",)
 """Names that will be targets; asking for one says so."""
 
 
-def parse_targets(text: str) -> tuple[Target, ...]:
-    """The targets of a comma-separated list, without repeats. Raises UserError for a name that is not built."""
+def cuda_target(archs: Sequence[ArchName]) -> Target:
+    """The target of plans for GPUs of these architectures."""
+    ordered = tuple(arch for arch in ARCHS if arch in archs)
+    return Target(
+        ",".join(ordered),
+        archs=ordered,
+        matrix_layout="rows",
+        kv_layout="kv-rows",
+        page_tokens=64,
+        max_tokens=8192,
+        min_rows=256,
+        default_batch=256,
+    )
+
+
+def parse_target(text: str) -> Target:
+    """The target of a name, or of several GPU architectures, separated by commas, that one plan serves.
+
+    Raises UserError for a name that is not built, and for a mixture of CPU and GPUs.
+    """
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise UserError(f"--target needs a target name, found {text!r}: give one of {', '.join(TARGETS)}")
-    return tuple(_target(name) for name in names)
+        raise UserError(f"--target needs a target name, found {text!r}: give {_KNOWN}")
+    for name in names:
+        if name not in (CPU.name, *ARCHS):
+            raise UserError(_unknown(name))
+    archs = [arch for arch in ARCHS if arch in names]
+    if not archs:
+        return CPU
+    if CPU.name in names:
+        raise UserError(f"a plan is for CPUs or for GPUs, found {', '.join(names)}: compile once for each")
+    return cuda_target(archs)
 
 
-def _target(name: str) -> Target:
-    if name in TARGETS:
-        return TARGETS[name]
+_KNOWN = f"{CPU.name}, or one or more of {', '.join(ARCHS)}"
+
+
+def _unknown(name: str) -> str:
     if name in PLANNED:
-        raise UserError(f"target {name} is known but not built yet: use {', '.join(TARGETS)}")
-    if name in ("x86-64-v3", "x86-64-v4"):
-        raise UserError(f"target {name} is part of `cpu`, which holds code for x86-64-v3 and v4: use cpu")
-    raise UserError(f"unknown target {name!r}: expected {', '.join(TARGETS)} (later also {', '.join(PLANNED)})")
+        return f"target {name} is known but not built yet: use {_KNOWN}"
+    if name in CPU.isas:
+        return f"target {name} is part of `cpu`, which holds code for {' and '.join(CPU.isas)}: use cpu"
+    return f"unknown target {name!r}: expected {_KNOWN} (later also {', '.join(PLANNED)})"

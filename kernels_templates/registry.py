@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from ..runtime.plan import TargetKind
 from .catalog import Family
 from .cpu import dense, linear
 from .cuda import attention, basic, sample, steps
@@ -17,3 +20,8 @@ CUDA_FAMILIES: dict[str, Family] = {
     )
 }
 """CUDA kernels."""
+
+
+def families(kind: TargetKind) -> Mapping[str, Family]:
+    """The kernels of a kind of target."""
+    return CUDA_FAMILIES if kind == "cuda" else FAMILIES

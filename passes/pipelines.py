@@ -46,14 +46,14 @@ def pipeline(target: Target, *, quant: Quantization, encoding_of: EncodingOf, le
         *((Reassociate(), EarlyRows()) if level >= 3 else ()),
         QuantizeWeights(quant),
         InsertCaches(),
-        *(FUSIONS[target.name](encoding_of) if level >= 2 else ()),
+        *(FUSIONS[target.kind](encoding_of) if level >= 2 else ()),
         DropUnused(),
     )
 
 
-def _fuse_for_cpu(encoding_of: EncodingOf) -> tuple[Pass, ...]:
+def _fuse(encoding_of: EncodingOf) -> tuple[Pass, ...]:
     """An addition goes to the norm behind it rather than to the linear layer before it, since the norm's kernel can
-    also quantize its result.
+    also quantize its result on CPU, and reads the sum anyway on a GPU.
     """
     return (
         MergeLinear(encoding_of),
@@ -65,5 +65,5 @@ def _fuse_for_cpu(encoding_of: EncodingOf) -> tuple[Pass, ...]:
     )
 
 
-FUSIONS: Mapping[str, Callable[[EncodingOf], tuple[Pass, ...]]] = {"cpu": _fuse_for_cpu}
-"""Target name to its fusions."""
+FUSIONS: Mapping[str, Callable[[EncodingOf], tuple[Pass, ...]]] = {"cpu": _fuse, "cuda": _fuse}
+"""Kind of target to its fusions."""

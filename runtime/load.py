@@ -93,6 +93,7 @@ def _problems(plan: Plan, root: Path) -> Iterator[str]:
 
 def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
     sizes: list[tuple[str, int | None]] = [(library.file, library.bytes) for library in plan.libraries]
+    sizes += [(module.file, module.bytes) for module in plan.modules]
     if plan.tuning is not None:
         sizes.append((plan.tuning.file, plan.tuning.bytes))
     sizes += [(weights.file, weights.bytes) for weights in plan.weight_files if not weights.random]

@@ -14,7 +14,7 @@ import msgspec
 
 from .encodings import Encoding
 
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 """Schema version. A reader takes its own and the previous major version; a higher minor only adds fields."""
 
 
@@ -27,6 +27,8 @@ IsaName = Literal["x86-64-v3", "x86-64-v4"]
 
 ArchName = Literal["sm80", "sm86", "sm89", "sm90"]
 """GPU architectures, by compute capability."""
+TargetKind = Literal["cpu", "cuda"]
+"""Kinds of machine, each with kernels and a device of its own."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,7 +62,8 @@ class CacheArg(_Record, frozen=True, tag="cache"):
 
 
 class InputArg(_Record, frozen=True, tag="input"):
-    """A step input by name: tokens positions seq_start context rows, or slots/pages of cache `group`."""
+    """A step input or result by name: tokens positions lengths seq_start context rows results top_tokens top_logprobs,
+    or slots pages page_stride of cache `group`. `page_stride` is a number on CPU, and a pointer to one on CUDA."""
 
     name: str
     group: int = 0
@@ -106,6 +109,13 @@ class Bucket(_Record, frozen=True):
     max_rows: int
     forward: tuple[Launch, ...]
     sample: tuple[Launch, ...]
+    decode: bool = False
+    """It serves only steps of one token a sequence, each sampled (T = S = R), which are padded to its limits."""
+
+    def fits(self, tokens: int, sequences: int, rows: int) -> bool:
+        """Whether it serves a step of that size."""
+        within = tokens <= self.max_tokens and sequences <= self.max_sequences and rows <= self.max_rows
+        return within and (not self.decode or tokens == sequences == rows)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -174,7 +184,13 @@ class CudaKernel(_Record, frozen=True):
     shared: int = 0
     """Bytes of dynamic shared memory."""
     registers: int = 0
-    """A thread; from the compiler, for reports."""
+    """A thread; from the compiler, for reports, as are the next two."""
+    static_shared: int = 0
+    """Bytes of shared memory besides the dynamic."""
+    spilled: int = 0
+    """Bytes of registers kept in memory, a thread."""
+    pdl: bool = False
+    """It waits for the kernel before it by itself, so it may be launched before that has finished."""
     maps: tuple[TensorMap, ...] = ()
 
 
@@ -284,6 +300,8 @@ class MemoryPlan(_Record, frozen=True):
     host: int
     """Step inputs, results and the runtime's own tables."""
     buffers: tuple[Buffer, ...] = ()
+    """Those of the bucket that needs the largest arena: `bucket` by name, the first one if that is ""."""
+    bucket: str = ""
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -398,6 +416,11 @@ class Plan(_Record, frozen=True):
 
         bare = msgspec.structs.replace(self, digest="")
         return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
+
+    @property
+    def kind(self) -> TargetKind:
+        """What runs it."""
+        return "cuda" if self.modules else "cpu"
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -76,6 +76,11 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
     return compiled
 
 
+def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
+    """Hash of a kernel's sources over all architectures, as `plan.Kernel` records it."""
+    return content_key(*(render_cuda(kernel, arch) for arch in archs))[:16]
+
+
 def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
     from cuda.core import Program, ProgramOptions
 
@@ -186,6 +191,8 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
         grid=(axis(grid.x), axis(grid.y), axis(grid.z)),
         shared=grid.shared,
         registers=compiled.registers,
+        static_shared=compiled.shared,
+        spilled=compiled.spilled,
         maps=tuple(
             TensorMap(names.index(name), names.index(each.rows), names.index(each.columns), each.box)
             for name, each in tiles.items()

@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import Plan
+from ..errors import InternalError
+from ..plan import Bucket, Plan
 from ..step import StepBatch, StepResult
 
 
@@ -54,3 +55,12 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Release everything; further calls are errors."""
+
+
+def find_bucket(plan: Plan, batch: StepBatch) -> Bucket:
+    """The first bucket that a batch fits. Raises InternalError if it exceeds all."""
+    size = (len(batch.tokens), len(batch.context), len(batch.rows))
+    for bucket in plan.buckets:
+        if bucket.fits(*size):
+            return bucket
+    raise InternalError(f"no bucket fits a step of {size[0]} tokens, {size[1]} sequences and {size[2]} rows")

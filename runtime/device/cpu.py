@@ -19,10 +19,10 @@ from ..env import read_env
 from ..errors import InternalError, UserError
 from ..load import verify_file
 from ..options import EngineOptions
-from ..plan import Bucket, IsaName, Library, Plan
+from ..plan import IsaName, Library, Plan
 from ..random_weights import fill_random
 from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
-from .base import Ticket
+from .base import Ticket, find_bucket
 from .machine import available_memory, cpu_flags, usable_cores
 
 Bytes = npt.NDArray[np.uint8]
@@ -217,16 +217,6 @@ class CpuDevice:
         # Else the linker would take a library that replaces this one at its path for the same.
         _ctypes.dlclose(self._library._handle)
         self._weights, self._caches = {}, []
-
-
-def find_bucket(plan: Plan, batch: StepBatch) -> Bucket:
-    """The first bucket that a batch fits."""
-    size = (len(batch.tokens), len(batch.context), len(batch.rows))
-    for bucket in plan.buckets:
-        limits = (bucket.max_tokens, bucket.max_sequences, bucket.max_rows)
-        if all(count <= limit for count, limit in zip(size, limits, strict=True)):
-            return bucket
-    raise InternalError(f"no bucket fits a step of {size[0]} tokens, {size[1]} sequences and {size[2]} rows")
 
 
 def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: IsaName | None = None) -> Library:

@@ -13,7 +13,7 @@ from toolkit.compiler.lower import RULES, broadcast_forms, lower
 from toolkit.compiler.lowered import Call, Lowered, View
 from toolkit.compiler.lowering import Unsupported
 from toolkit.compiler.ops import OPS, GraphBuilder
-from toolkit.compiler.program import make_program
+from toolkit.compiler.program import make_programs
 from toolkit.compiler.shapes import Bounds, Sym
 from toolkit.compiler.targets import CPU
 from toolkit.compiler.weights import Piece, Recipe
@@ -78,7 +78,8 @@ def llama(encoding: Encoding, layers: int = 2, window: int = 0) -> Graph:
 
 def checked(graph: Graph, kv_dtype: KvDType = "float32") -> Lowered:
     """The lowered graph, after its memory plan has passed the checker."""
-    return make_program(graph, CPU, BOUNDS, kv_dtype).lowered
+    (program,) = make_programs(graph, CPU, BOUNDS, kv_dtype)
+    return program.lowered
 
 
 def families(calls: Sequence[Call]) -> list[str]:
@@ -285,7 +286,7 @@ def test_every_blocker_is_named_at_once() -> None:
     product = build.op("bmm", back, build.op("transpose", back, perm=(0, 2, 1)), source=Source("model.layers.0.gate"))
     total = build.op("reduce", build.op("add", product, scalar=1.0), op="sum", axis=1)
     with pytest.raises(UserError) as problem:
-        lower(build.build(total), CPU, "float32")
+        lower(build.build(total), CPU, BOUNDS, "float32")
     text = str(problem.value)
     for part in ("target cpu", "transpose:model.layers.0.mixer", "bmm:model.layers.0.gate", "reduce: axis 1"):
         assert part in text
@@ -297,7 +298,7 @@ def test_what_reads_the_result_of_a_blocker_is_lowered_too() -> None:
     heads = build.op("reshape", embedded(build), shape=(-1, 4, 16))
     product = build.op("bmm", heads, build.op("transpose", heads, perm=(0, 2, 1)))
     with pytest.raises(UserError, match=r"no kernel for transpose: .*; bmm: .*"):
-        lower(build.build(build.op("activation", product, kind="silu")), CPU, "float32")
+        lower(build.build(build.op("activation", product, kind="silu")), CPU, BOUNDS, "float32")
 
 
 def test_odd_columns_for_quantized_weights_are_refused() -> None:
@@ -305,7 +306,7 @@ def test_odd_columns_for_quantized_weights_are_refused() -> None:
     x = build.op("slice", embedded(build), axis=1, start=0, stop=48)
     y = build.op("linear", x, weight(build, "w", (8, 48), Encoding("affine", bits=8, group=16)))
     with pytest.raises(UserError, match="multiple of 32"):
-        lower(build.build(y), CPU, "float32")
+        lower(build.build(y), CPU, BOUNDS, "float32")
 
 
 def test_every_captured_op_has_a_rule_or_is_known_to_lack_one() -> None:
@@ -323,11 +324,11 @@ def pointwise(kind: str) -> bool:
 
 def test_a_deterministic_plan_takes_batch_invariant_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = llama(FLOAT32, layers=1)
-    lower(graph, CPU, "float32", deterministic=True)
+    lower(graph, CPU, BOUNDS, "float32", deterministic=True)
     monkeypatch.setitem(FAMILIES, "norm", replace(FAMILIES["norm"], batch_invariant=False))
-    lower(graph, CPU, "float32")
+    lower(graph, CPU, BOUNDS, "float32")
     with pytest.raises(UserError, match="kernel norm is not batch-invariant"):
-        lower(graph, CPU, "float32", deterministic=True)
+        lower(graph, CPU, BOUNDS, "float32", deterministic=True)
 
 
 def test_lowering_is_deterministic() -> None:

@@ -14,11 +14,12 @@ from toolkit.compiler.memory import ALIGNMENT, Lifetime, align, arena_bytes, lif
 from toolkit.compiler.memory_check import check_memory, check_placement
 from toolkit.compiler.program import bind
 from toolkit.compiler.shapes import Bounds
+from toolkit.compiler.targets import BucketLimits
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.runtime.errors import InternalError
 from toolkit.runtime.plan import ConstArg, DimArg
 
-BOUNDS = Bounds(max_tokens=8, max_sequences=2, max_rows=2, max_context=16)
+LIMITS = BucketLimits("step", Bounds(max_tokens=8, max_sequences=2, max_rows=2, max_context=16))
 INPUTS = 8
 
 
@@ -84,13 +85,13 @@ def programs(draw: st.DrawFn) -> Lowered:
         calls.append(pointwise([f"v{source}" for source in sources], f"v{number}"))
     sizes = draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))
     buffers = {f"v{number}": VirtualBuffer(size, size) for number, size in enumerate(sizes)}
-    return Lowered(place_barriers(calls), (), buffers, {}, ())
+    return Lowered(LIMITS, place_barriers(calls), (), buffers, {}, ())
 
 
 @given(programs())
 def test_random_programs_pass_the_checker(lowered: Lowered) -> None:
     buffers = plan_memory(lifetimes(lowered))
-    check_memory(bind(lowered, buffers, BOUNDS), lowered.kernels, buffers, arena_bytes(buffers))
+    check_memory(bind(lowered, buffers), lowered.kernels, buffers, arena_bytes(buffers))
 
 
 @given(programs(), st.data())
@@ -103,7 +104,7 @@ def test_every_barrier_is_needed(lowered: Lowered, data: st.DataObject) -> None:
     broken = replace(lowered, forward=calls)
     buffers = plan_memory(lifetimes(broken))
     with pytest.raises(InternalError, match=r"barrier|do not hold"):
-        check_memory(bind(broken, buffers, BOUNDS), broken.kernels, buffers, arena_bytes(buffers))
+        check_memory(bind(broken, buffers), broken.kernels, buffers, arena_bytes(buffers))
 
 
 @given(programs())
@@ -111,7 +112,7 @@ def test_the_checker_sees_every_overlap_that_matters(lowered: Lowered) -> None:
     """All buffers at offset 0: any program that reads a value after another was written must be refused."""
     buffers = plan_memory(lifetimes(lowered))
     piled = tuple(msgspec.structs.replace(buffer, offset=0) for buffer in buffers)
-    bucket = bind(lowered, piled, BOUNDS)
+    bucket = bind(lowered, piled)
     if any(call.reads for call in lowered.calls):
         with pytest.raises(InternalError):
             check_memory(bucket, lowered.kernels, piled, arena_bytes(piled))
@@ -119,11 +120,11 @@ def test_the_checker_sees_every_overlap_that_matters(lowered: Lowered) -> None:
 
 def test_reading_what_was_never_written_is_refused() -> None:
     lowered = Lowered(
-        (pointwise(["v0"], "v1"),), (), {"v0": VirtualBuffer(64, 64), "v1": VirtualBuffer(64, 64)}, {}, ()
+        LIMITS, (pointwise(["v0"], "v1"),), (), {"v0": VirtualBuffer(64, 64), "v1": VirtualBuffer(64, 64)}, {}, ()
     )
     buffers = plan_memory(lifetimes(lowered))
     with pytest.raises(InternalError, match="do not hold"):
-        check_memory(bind(lowered, buffers, BOUNDS), lowered.kernels, buffers, arena_bytes(buffers))
+        check_memory(bind(lowered, buffers), lowered.kernels, buffers, arena_bytes(buffers))
 
 
 def test_launches_between_barriers_are_alive_together() -> None:
@@ -131,5 +132,5 @@ def test_launches_between_barriers_are_alive_together() -> None:
     calls = place_barriers([pointwise([], "v0"), pointwise([], "v1"), pointwise(["v0", "v1"], "v2")])
     assert [call.barrier for call in calls] == [False, True, False]
     buffers = {name: VirtualBuffer(ALIGNMENT, 1) for name in ("v0", "v1", "v2")}
-    spans = {life.value: (life.first, life.last) for life in lifetimes(Lowered(calls, (), buffers, {}, ()))}
+    spans = {life.value: (life.first, life.last) for life in lifetimes(Lowered(LIMITS, calls, (), buffers, {}, ()))}
     assert spans == {"v0": (0, 2), "v1": (0, 2), "v2": (2, 2)}

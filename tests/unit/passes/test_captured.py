@@ -63,8 +63,8 @@ class Captured:
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
         self.tensors = {name: parameter.detach().numpy() for name, parameter in self.model.named_parameters()}
-        bounds = Bounds(max_tokens=64, max_sequences=4, max_rows=16, max_context=64)
-        self.graph = capture(config, dtype="float32", bounds=bounds, has_weight=self.tensors.__contains__)
+        self.bounds = Bounds(max_tokens=64, max_sequences=4, max_rows=16, max_context=64)
+        self.graph = capture(config, dtype="float32", bounds=self.bounds, has_weight=self.tensors.__contains__)
 
     @cached_property
     def fused(self) -> Graph:
@@ -136,5 +136,6 @@ def test_every_level_can_be_lowered_and_fusion_saves_launches(captured: Captured
         quant = Quantization.parse("none", "float32")
         passes = pipeline(CPU, quant=quant, encoding_of=lambda name: FLOAT32, level=level)
         fused, _ = run_passes(captured.graph, passes)
-        launches.append(len(lower(fused, CPU, "float32").forward))
+        (lowered,) = lower(fused, CPU, captured.bounds, "float32")
+        launches.append(len(lowered.forward))
     assert launches[0] >= launches[1] > launches[2]
