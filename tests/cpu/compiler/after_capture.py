@@ -3,25 +3,28 @@
     python after_capture.py JOB
 
 JOB is a JSON file: `graph` and `constants`, files of the text and of its large constants; `model`, a directory of
-safetensors; `output`; `choices` of `toolkit.compile`; `opened` and `config`, what else opening the model told;
-`versions` of packages and the C++ `compiler`, as the interpreter that captured has them. Everything behind capture is
-the usual flow.
+safetensors; `output`; `text`, a plan with the text files and what it says of them; `choices` of `toolkit.compile`;
+`opened` and `config`, what else opening the model told; `versions` of packages and the C++ `compiler`, as the
+interpreter that captured has them. Everything behind capture is the usual flow.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from toolkit.cli import driver
 from toolkit.compiler.codegen import cpu, tvm
 from toolkit.compiler.text import parse_graph
 from toolkit.models.checkpoint import Checkpoint
+from toolkit.runtime.plan import Text
 
 
 def stand_in(name: str, **values: Any) -> None:
@@ -29,6 +32,13 @@ def stand_in(name: str, **values: Any) -> None:
     module = ModuleType(f"toolkit.models.{name}")
     module.__dict__.update(values)
     sys.modules[module.__name__] = module
+
+
+def copy_text(folder: Path, plan: str, fields: dict[str, Any]) -> Text:
+    """The text files of a plan, which the tokenizer's own library wrote."""
+    for name in fields["files"]:
+        shutil.copy(Path(plan, name), folder)
+    return msgspec.convert(fields, Text)
 
 
 def main(job: dict[str, Any]) -> None:
@@ -40,7 +50,7 @@ def main(job: dict[str, Any]) -> None:
         graph = parse_graph(Path(job["graph"]).read_text(), dict(stored))
     stand_in("source", open_model=lambda *_, **__: opened)
     stand_in("recall", captured_graph=lambda *_, **__: graph)
-    stand_in("tokenizer", write_text=lambda *_: None)
+    stand_in("tokenizer", write_text=lambda _, folder: copy_text(folder, **job["text"]))
     driver.require_compile_extra = lambda: None
     for module in (driver, tvm):
         vars(module).update(version=job["versions"].__getitem__)

@@ -13,9 +13,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from cpu.kernels.harness import native_isas
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 import toolkit
 from toolkit.cli.driver import compile as compile_model
@@ -38,15 +45,6 @@ PACKAGES = (
 )
 """What the flow behind capture imports."""
 RECIPE = "- match: mlp\n  encoding: int4\n- match: proj|lm_head\n  encoding: int8\n"
-DIRECTLY = """
-import sys
-from toolkit.models import capture, recall
-recall.captured_graph = lambda config, *, dtype, bounds, tensors: capture.capture(
-    config, dtype=dtype, bounds=bounds, has_weight=frozenset(tensors).__contains__)
-from toolkit.cli.main import main
-main()
-"""
-"""The command line, capturing anew."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +52,7 @@ def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder with a model, a recipe and a tuning file; and the plan that they make in this process."""
     folder = tmp_path_factory.mktemp("here")
     make_model(folder / "llama", "llama", num_hidden_layers=1, vocab_size=208)
+    make_tokenizer().save_pretrained(folder / "llama")
     (folder / "recipe.yaml").write_text(RECIPE)
     quant = str(folder / "recipe.yaml")
     kernels = read_plan(compile_model(folder / "llama", output=folder / "tvm", quant=quant, generator="tvm")).kernels
@@ -67,6 +66,27 @@ def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     tuning = Tuning("toolkit-tuning", MAJOR, MINOR, "some CPU", 2, {"c++": "g++", "tvm": "0"}, tuple(races))
     (folder / "tuning.json").write_bytes(encode_tuning(tuning))
     return folder, compile_model(folder / "llama", output=folder / "plan", **choices(folder))
+
+
+def make_tokenizer() -> Any:
+    """Byte-level BPE with many added tokens and more than one template: whatever a tokenizer keeps in sets and maps."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    added = [f"<|{name}|>" for name in ("begin", "end", "user", "tool", "image", "audio", "pad", "mask")]
+    trainer = BpeTrainer(vocab_size=100, special_tokens=added[:3], initial_alphabet=list("abcdefghij"))
+    tokenizer.train_from_iterator(["a bad cab fed a big jade egg, a cafe had a faded face"] * 3, trainer)
+    tokenizer.add_tokens([AddedToken(f"<extra_{n}>", normalized=bool(n % 2)) for n in range(20)])
+    begin = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    made: Any = PreTrainedTokenizerFast
+    return made(
+        tokenizer_object=tokenizer,
+        bos_token=added[0],
+        eos_token=added[1],
+        pad_token=added[6],
+        additional_special_tokens=added[2:],
+        chat_template={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
+    )
 
 
 def symbol(kernel: Kernel) -> str:
@@ -89,19 +109,20 @@ def run(command: list[str], cwd: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("seed", "entry"), [("1", ["-m", "toolkit.cli.main"]), ("2", ["-c", DIRECTLY])])
-def test_other_processes_folders_and_hash_seeds(
-    seed: str, entry: list[str], raced: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """One of them remembers the captured graph, one captures it anew."""
+def test_another_process_folder_hash_seed_and_cache(raced: tuple[Path, Path], tmp_path: Path) -> None:
+    """All is made anew there, the captured graph and the objects of the C++ compiler and of TVM; here some comes from
+    the cache, and the second compilation remembered the first one's graph."""
     folder, plan = raced
-    there = tmp_path / f"there{seed}"
+    there = tmp_path / "there"
     shutil.copytree(folder, there, ignore=shutil.ignore_patterns("plan", "tvm"))
     options = [part for name, value in choices(there).items() for part in (f"--{name}", value)]
-    command = [sys.executable, *entry, "compile", "llama", "-o", "../out", *options]
-    run(command, there, PYTHONPATH=str(SOURCES), PYTHONHASHSEED=seed)
+    command = [sys.executable, "-m", "toolkit.cli.main", "compile", "llama", "-o", "../out", *options]
+    empty = {"PYTHONHASHSEED": "1", "TOOLKIT_CACHE": str(tmp_path / "cache")}
+    run(command, there, PYTHONPATH=str(SOURCES), **empty)
     assert contents(tmp_path / "out") == contents(plan)
-    assert len(contents(plan)) >= 5
+    assert contents(plan).keys() > {"tokenizer.json", "chat_template_tool_use.jinja", "kernels/cpu-x86-64-v3.so"}
+    generators = {choice.generator for kernel in read_plan(plan).kernels.values() for choice in kernel.choices}
+    assert generators == {"cpp", "tvm"}
 
 
 # --- another Python ---------------------------------------------------------------------------------------------------
@@ -148,6 +169,8 @@ def test_another_python_gives_the_same_bytes(
     (tmp_path / "graph.txt").write_text(print_graph(graph))
     arrays: dict[str, Any] = dict(constants(graph))
     np.savez(tmp_path / "constants.npz", **arrays)
+    text = read_plan(plan).text
+    assert text is not None
     fields = ("model_type", "hidden_size", "num_hidden_layers", "max_position_embeddings", "rope_parameters")
     told = ("name", "dtype", "hashes", "eos_token_ids", "bos_token_id")
     packages = ("numpy", "torch", "transformers", "apache-tvm")
@@ -157,6 +180,7 @@ def test_another_python_gives_the_same_bytes(
         "model": str(folder / "llama"),
         "output": str(tmp_path / "out"),
         "choices": choices(folder),
+        "text": {"plan": str(plan), "fields": msgspec.to_builtins(text)},
         "opened": {name: getattr(opened, name) for name in told},
         "config": {name: getattr(config, name) for name in fields},
         "versions": {name: version(name) for name in packages},

@@ -430,3 +430,9 @@ def test_phi3_special_tokens_swallow_white_space() -> None:
     }
     assert build_tokenizer(metadata).encode("a<|end|> \n a").ids == [5, 6, 5]
     assert build_tokenizer(metadata).encode("<s> a").ids == [1, 3, 5]
+
+
+def test_the_same_metadata_gives_the_same_bytes(smollm2: Path) -> None:
+    """The library keeps tokens and merges in hash maps, each with another seed."""
+    metadata = read_gguf(smollm2).metadata
+    assert build_tokenizer(metadata).to_str() == build_tokenizer(metadata).to_str()
