@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue
+from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Tiles, Variant
 from .basic import REALS
 
 _EXTRA = ("", "t", "n")
+_TENSOR: Mapping[str, tuple[ParamValue, ...]] = {
+    "real": ("float16", "bfloat16"),
+    "tile_columns": (64, 128, 256),
+    "split": (1, 2, 4, 8),
+    "stages": tuple(range(2, 13)),
+}
 _COMMON: Mapping[str, tuple[ParamValue, ...]] = {
     "has_bias": BOOLS,
     "epilogue": (),
@@ -36,40 +42,56 @@ def _skinny(params: Mapping[str, ParamValue]) -> Grid:
 
 
 def _tiled(params: Mapping[str, ParamValue]) -> Grid:
-    rows, columns, stages = (int(params[name]) for name in ("tile_rows", "tile_columns", "stages"))
-    return Grid(256, Axis(("N",), columns), Axis(("rows",), rows), shared=stages * (rows + columns) * 32 * 2)
+    rows, columns = (min(128, int(params[name])) for name in ("tile_rows", "tile_columns"))
+    return Grid(256, Axis(("N",), columns), Axis(("rows",), rows), shared=4 * (rows + columns) * 32 * 2)
 
 
 def _exact(params: Mapping[str, ParamValue]) -> Grid:
     return Grid(256, Axis(("rows", "N"), 16 if params["gated"] else 8))
 
 
+def _wgmma(params: Mapping[str, ParamValue]) -> Grid:
+    rows, columns, stages, split = (int(params[name]) for name in ("tile_rows", "tile_columns", "stages", "split"))
+    tiles, sums = stages * ((rows + columns) * 128 + 16), rows * (columns + 4) * 4
+    return Grid(
+        threads=128 * min(2, columns // 64) + 32,
+        x=Axis(("N",), columns),
+        y=Axis(("rows",), rows),
+        z=Axis(times=split),
+        shared=max(tiles, sums) + 1024,
+        cluster=split,
+    )
+
+
+def _wgmma_tiles(params: Mapping[str, ParamValue]) -> Mapping[str, Tiles]:
+    columns = int(params["tile_columns"]) // (2 if params["gated"] else 1)
+    return {"x": Tiles("rows", "K", int(params["tile_rows"])), "weight": Tiles("N", "K", columns)}
+
+
+_WGMMA = Variant("cuda/linear_wgmma.cu.j2", _wgmma, _wgmma_tiles)
+
 SKINNY = Family(
     name="linear_skinny",
     template="cuda/linear_skinny.cu.j2",
-    params={"real": ("float16", "bfloat16"), "tokens": (8, 16, 32), **_COMMON},
+    params={"tile_rows": (8, 16, 32), **_TENSOR, **_COMMON},
     args=_ARGS,
     ops=("linear",),
-    doc=_DOC + " At most `tokens` rows; K is a multiple of 8; the weight has the type `real`.",
+    doc=_DOC + " At most `tile_rows` rows; K is a multiple of 8; the weight has the type `real`.",
     layouts=("rows",),
     grid=_skinny,
+    hopper=_WGMMA,
 )
 
 TILED = Family(
     name="linear_tiled",
     template="cuda/linear_tiled.cu.j2",
-    params={
-        "real": ("float16", "bfloat16"),
-        "tile_rows": (32, 64, 128),
-        "tile_columns": (64, 128),
-        "stages": (3, 4),
-        **_COMMON,
-    },
+    params={"tile_rows": (64, 128, 256), **_TENSOR, **_COMMON},
     args=_ARGS,
     ops=("linear",),
     doc=_DOC + " K is a multiple of 8; the weight has the type `real`.",
     layouts=("rows",),
     grid=_tiled,
+    hopper=_WGMMA,
 )
 
 EXACT = Family(

@@ -85,12 +85,41 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
     buffers = {name: Buffer(value) for name, value in values.items() if isinstance(value, np.ndarray)}
     pointers = {name: ctypes.c_uint64(buffer.address) for name, buffer in buffers.items()}
     slots: list[Any] = [pointers.get(each.name) or _SCALARS[each.ctype](values[each.name]) for each in specs]
-    packed = (ctypes.c_void_p * len(slots))(*(ctypes.addressof(slot) for slot in slots))
+    addresses = [ctypes.addressof(slot) for slot in slots]
+    maps = {
+        name: tensor_map(buffers[name].address, values[tiles.rows], values[tiles.columns], tiles.box)
+        for name, tiles in CUDA_FAMILIES[family].variant(gpu()[0]).tiles(spec.params).items()
+    }
+    addresses = [
+        maps[each.name].getPtr() if each.name in maps else address
+        for each, address in zip(specs, addresses, strict=True)
+    ]
+    packed = (ctypes.c_void_p * len(slots))(*addresses)
     grid = launch_grid(spec, gpu()[0])
     x, y, z = (blocks(axis, values) for axis in (grid.x, grid.y, grid.z))
     check(driver.cuLaunchKernel(load(spec), x, y, z, grid.threads, 1, 1, grid.shared, 0, ctypes.addressof(packed), 0))
     check(driver.cuCtxSynchronize())
     return {name: buffer.read() for name, buffer in buffers.items()}
+
+
+def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
+    """See `TensorMap` in the plan."""
+    word, half = driver.cuuint64_t, driver.cuuint32_t
+    return check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [word(columns), word(rows)],
+            [word(columns * 2)],
+            [half(64), half(box)],
+            [half(1), half(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
 
 
 def blocks(axis: Axis, values: dict[str, Any]) -> int:

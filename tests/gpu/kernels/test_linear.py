@@ -45,21 +45,28 @@ def case(family: str, real: str, shape: Shape, gated: bool, **params: ParamValue
     close(value(found, real), expected, real)
 
 
+def tile(rows: int, columns: int, split: int, stages: int) -> dict[str, ParamValue]:
+    """Sizes of a kernel's tile."""
+    return {"tile_rows": rows, "tile_columns": columns, "split": split, "stages": stages}
+
+
 @pytest.mark.parametrize("real", HALF)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("tokens", "rows"), [(8, 1), (8, 8), (16, 9), (32, 17), (32, 32)])
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 8), (8, 8), (9, 16), (17, 32), (32, 32)])
 @pytest.mark.parametrize("size", [(64, 256), (100, 8), (512, 2048), (322, 264)])
-def test_skinny(real: str, gated: bool, tokens: int, rows: int, size: tuple[int, int]) -> None:
-    case("linear_skinny", real, (rows, *size), gated, tokens=tokens)
+def test_skinny(real: str, gated: bool, rows: int, tile_rows: int, size: tuple[int, int]) -> None:
+    case("linear_skinny", real, (rows, *size), gated, **tile(tile_rows, 64, 1, 5))
+    case("linear_skinny", real, (rows, *size), gated, **tile(tile_rows, 128, 4, 3))
 
 
 @pytest.mark.parametrize("real", HALF)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("tile", [(32, 64, 3), (64, 64, 4), (128, 128, 4), (128, 128, 3)])
-@pytest.mark.parametrize("shape", [(33, 64, 256), (1, 100, 8), (300, 1026, 520), (128, 256, 64)])
-def test_tiled(real: str, gated: bool, tile: tuple[int, int, int], shape: Shape) -> None:
-    sizes = dict(zip(("tile_rows", "tile_columns", "stages"), tile, strict=True))
-    case("linear_tiled", real, shape, gated, **sizes)
+@pytest.mark.parametrize(
+    "sizes", [(64, 64, 8, 4), (64, 128, 1, 3), (128, 128, 2, 4), (128, 256, 1, 4), (256, 128, 1, 4)]
+)
+@pytest.mark.parametrize("shape", [(33, 64, 256), (1, 100, 8), (300, 1026, 520), (128, 256, 64), (4500, 200, 72)])
+def test_tiled(real: str, gated: bool, sizes: tuple[int, int, int, int], shape: Shape) -> None:
+    case("linear_tiled", real, shape, gated, **tile(*sizes))
 
 
 @pytest.mark.parametrize("real", ENCODINGS)

@@ -33,6 +33,8 @@ def kernels() -> dict[str, KernelSpec]:
         params = {name: values[-1] if values else FREE[name] for name, values in family.params.items()}
         if "epilogue" in params:
             params |= dict.fromkeys(("extra2", "extra3", "extra4"), "")
+        if "tile_rows" in params:  # those of the largest tile; some are for smaller ones
+            params |= {"tile_columns": 128, "split": 2, "stages": 4}
         if family.name == "pointwise":
             params |= {f"in{index}": FREE.get(f"in{index}", "") for index in range(8)}
         found[family.name] = KernelSpec(family.name, params)
