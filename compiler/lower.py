@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ..kernels_templates.catalog import ParamValue
+from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
 from ..kernels_templates.cuda.choose import choose_linear
+from ..kernels_templates.cuda.sample import sample_scratch
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
@@ -438,7 +440,10 @@ def _paged_attention(low: Lowering, op: Op) -> None:
     family = "attention"
     if low.target.kind == "cuda":
         family = "attention_decode" if low.limits.decode else "attention_prefill"
-        args["T"] = dim(q.type.shape[0])
+        args["blocks"] = ConstArg(BLOCKS)
+        if low.limits.decode:
+            scratch = decode_scratch(static(heads), value_dim)
+            args["scratch"] = low.new_buffer(f"{op.output.name}:scratch", 1, scratch)
     low.call(family, params | wanted, args | outputs, op)
 
 
@@ -506,12 +511,14 @@ def _sample(low: Lowering, logits: Value) -> None:
         "results": InputArg("results"),
         "top_tokens": InputArg("top_tokens"),
         "top_logprobs": InputArg("top_logprobs"),
-        "scratch": low.new_buffer("sample:scratch", rows, width * 4),
         "R": dim(rows),
         "V": ConstArg(width),
     }
+    scratch = 4 * width
     if low.target.kind == "cuda":
         args["tokens"] = InputArg("tokens")
+        scratch = sample_scratch(width)
+    args["scratch"] = low.new_buffer("sample:scratch", rows, scratch)
     low.call("sample", {}, args, "sample", flops=8 * count(rows) * width)
 
 
