@@ -40,7 +40,7 @@ def cached(key: str, suffix: str, make: Callable[[Path], object], *, again: bool
     `again` replaces one that is damaged. Safe with other processes on the same folder: both may build, and either's
     file is complete. Raises UserError if the folder can't be written.
     """
-    path = cache_directory() / key[:2] / f"{key}{suffix}"
+    path = cached_path(key, suffix)
     if path.exists() and not again:
         with suppress(OSError):  # a cache that is only read
             os.utime(path)
@@ -51,6 +51,11 @@ def cached(key: str, suffix: str, make: Callable[[Path], object], *, again: bool
         os.replace(built, path)
     _trim_once(cache_directory())
     return path
+
+
+def cached_path(key: str, suffix: str) -> Path:
+    """Where the file for `key` is, or would be."""
+    return cache_directory() / key[:2] / f"{key}{suffix}"
 
 
 def _private_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:

@@ -9,26 +9,31 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
-from ...kernels_templates.catalog import Axis, Grid, KernelSpec
+from ...kernels_templates.catalog import Axis, Grid, KernelSpec, ParamValue
 from ...kernels_templates.registry import CUDA_FAMILIES
 from ...kernels_templates.render import arguments, render_cuda
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import ArchName, CudaKernel, CudaModule, GridAxis, TensorMap
-from ..cache import cached, content_key
+from ..cache import cached, cached_path, content_key
 
 SHARED_LIMITS: Mapping[ArchName, int] = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
 """Bytes of shared memory that a block may have (CUDA C++ programming guide, compute capabilities)."""
+_SUFFIX = ".cubin"
 REGISTERS = 65_536
 """Of a multiprocessor, on every architecture here."""
 _OPTIONS: Mapping[str, Any] = {
@@ -67,13 +72,18 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
     Raises InternalError with the compiler's message, or if a GPU of this architecture could not launch it.
     """
     source = render_cuda(kernel, arch)
-    key = content_key(source, compiler_version(), arch, str(_OPTIONS))
     path = cached(
-        key, ".cubin", lambda target: target.write_bytes(msgspec.msgpack.encode(_compile(source, kernel, arch)))
+        _key(source, arch),
+        _SUFFIX,
+        lambda target: target.write_bytes(msgspec.msgpack.encode(_compile(source, kernel, arch))),
     )
     compiled = msgspec.msgpack.decode(path.read_bytes(), type=Compiled)
     _check_resources(kernel, arch, compiled)
     return compiled
+
+
+def _key(source: str, arch: ArchName) -> str:
+    return content_key(source, compiler_version(), arch, str(_OPTIONS))
 
 
 def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
@@ -134,14 +144,77 @@ def launch_grid(kernel: KernelSpec, arch: ArchName) -> Grid:
     return CUDA_FAMILIES[kernel.family].variant(arch).grid(kernel.params)
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Job:
+class _Order(msgspec.Struct, frozen=True):
+    """A kernel for a process to compile."""
+
+    family: str
+    params: dict[str, ParamValue]
     arch: ArchName
-    name: str
-    kernel: KernelSpec
+
+
+class Compilers:
+    """Compiles many kernels at once in a process for each core, since NVRTC compiles one at a time in each.
+
+    The cache is how machine code comes back, so a process is started only for what is not there.
+    """
+
+    def __init__(self) -> None:
+        count = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(count)
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._idle: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
+        for _ in range(count):
+            self._idle.put(None)
+
+    def __enter__(self) -> Compilers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.communicate()  # the end of its input ends it
+
+    def compile(self, jobs: Iterable[tuple[KernelSpec, ArchName]]) -> Iterator[Compiled]:
+        """The machine code of each, in order. Raises InternalError as `compile_kernel` does."""
+        return self._pool.map(lambda job: self._compile(*job), jobs)
+
+    def _compile(self, kernel: KernelSpec, arch: ArchName) -> Compiled:
+        if not cached_path(_key(render_cuda(kernel, arch), arch), _SUFFIX).exists():
+            self._have_compiled(_Order(kernel.family, dict(kernel.params), arch))
+        return compile_kernel(kernel, arch)  # if that failed, this says why
+
+    def _have_compiled(self, order: _Order) -> None:
+        process = self._idle.get()
+        try:
+            if process is None:
+                command = [sys.executable, "-P", "-m", __name__]
+                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                self._started.append(process)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.flush()
+            process.stdout.readline()
+        except OSError:
+            process = None  # it died; the caller compiles
+        finally:
+            self._idle.put(process)
+
+
+def main() -> None:
+    """Compile each order that comes in a line of the standard input, and answer with a line when it is done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    for line in sys.stdin:
+        order = msgspec.json.decode(line, type=_Order)
+        with suppress(Exception):  # the parent meets it too
+            compile_kernel(KernelSpec(order.family, order.params), order.arch)
+        print(flush=True)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 def build_modules(
@@ -154,14 +227,14 @@ def build_modules(
 
     `progress` gets (what, done, of).
     """
-    jobs = [_Job(arch, name, kernel) for arch in archs for name, kernel in sorted(kernels.items())]
+    jobs = [(arch, name) for arch in archs for name in sorted(kernels)]
     found: dict[ArchName, dict[str, Compiled]] = {arch: {} for arch in archs}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        results = pool.map(lambda job: compile_kernel(job.kernel, job.arch), jobs)
-        for done, (job, compiled) in enumerate(zip(jobs, results, strict=True), 1):
-            found[job.arch][job.name] = compiled
+    with Compilers() as compilers:
+        results = compilers.compile([(kernels[name], arch) for arch, name in jobs])
+        for done, ((arch, name), compiled) in enumerate(zip(jobs, results, strict=True), 1):
+            found[arch][name] = compiled
             if progress is not None:
-                progress(f"{job.name} for {job.arch}", done, len(jobs))
+                progress(f"{name} for {arch}", done, len(jobs))
     (directory / "kernels").mkdir(exist_ok=True)
     return tuple(_write(arch, found[arch], kernels, directory) for arch in archs)
 
@@ -202,3 +275,7 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
 
 def _axis(axis: Axis, names: Sequence[str]) -> GridAxis:
     return GridAxis(tuple(names.index(name) for name in axis.factors), axis.divisor, axis.persistent, axis.times)
+
+
+if __name__ == "__main__":
+    main()
