@@ -13,6 +13,7 @@ import numpy as np
 
 from ..runtime.errors import UserError, shown
 from .gguf_file import GGUFFile
+from .sizes import check_sizes
 
 Config = dict[str, Any]
 
@@ -39,6 +40,12 @@ class Metadata:
                 f"found {shown(value)}; convert the model again."
             )
         return value
+
+    @property
+    def layers(self) -> int:
+        count: int = self.need("block_count")
+        check_sizes({"num_hidden_layers": count}, self.file.path.name)
+        return count
 
     def floats(self, tensor: str) -> list[float]:
         """The values of a small float32 tensor."""
@@ -123,7 +130,7 @@ def decoder(meta: Metadata, eps: str = "rms_norm_eps") -> Config:
         "vocab_size": vocabulary(meta),
         "hidden_size": hidden,
         "intermediate_size": meta.need("feed_forward_length"),
-        "num_hidden_layers": meta.need("block_count"),
+        "num_hidden_layers": meta.layers,
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("attention.head_count_kv", heads),
         "head_dim": meta.get("attention.key_length", hidden // heads),
@@ -187,7 +194,7 @@ def gpt2(meta: Metadata) -> Config:
         "vocab_size": vocabulary(meta),
         "n_positions": meta.need("context_length"),
         "n_embd": meta.need("embedding_length"),
-        "n_layer": meta.need("block_count"),
+        "n_layer": meta.layers,
         "n_head": meta.need("attention.head_count"),
         "n_inner": meta.need("feed_forward_length"),
         "layer_norm_epsilon": meta.need("attention.layer_norm_epsilon"),

@@ -181,9 +181,10 @@ def _set_post_processor(tokenizer: Tokenizer, metadata: Mapping[str, Any], ends:
     if texts:
         parts = [texts.get("bos"), "$A", texts.get("eos")]
         special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(texts.values())]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[part for part in parts if part], special_tokens=special
-        )
+        with foreign_errors(_DAMAGED):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[part for part in parts if part], special_tokens=special
+            )
 
 
 def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -25,6 +25,7 @@ from .gguf_file import GGUFFile, read_gguf
 from .gguf_models import architecture, config_values
 from .gguf_source import GGUFSource, growth_notes
 from .random_weights import RandomSource
+from .sizes import check_sizes
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -156,9 +157,11 @@ def _read_config(directory: Path) -> PretrainedConfig:
         raise UserError(
             f"{directory.name}/config.json has model_type {shown(kind)}, which is no language model known here."
         )
-    with foreign_errors(f"{directory.name}/config.json is no valid {kind} config: {{}}"):
+    origin = f"{directory.name}/config.json"
+    check_sizes(values, origin)
+    with foreign_errors(f"{origin} is no valid {kind} config: {{}}"):
         config: PretrainedConfig = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-    _check_sizes(config, f"{directory.name}/config.json")
+    check_sizes(vars(config), origin)
     return config
 
 
@@ -166,26 +169,6 @@ def _is_causal_lm(model_type: str) -> bool:
     """Whether transformers has such a model, or it was registered there."""
     known = CONFIG_MAPPING.keys()
     return model_type in known and CONFIG_MAPPING[model_type] in AutoModelForCausalLM._model_mapping
-
-
-_LARGEST = {
-    "num_hidden_layers": 10_000,
-    "max_position_embeddings": 1 << 30,
-    "vocab_size": 1 << 26,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-}
-"""Far beyond any model, but small enough that one can be described without weights."""
-
-
-def _check_sizes(config: PretrainedConfig, origin: str) -> None:
-    for name, limit in _LARGEST.items():
-        value = getattr(config, name, None)
-        if isinstance(value, int) and not 0 <= value <= limit:
-            raise UserError(f"{origin} says that {name} is {value}, which no model has; correct it.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -265,9 +248,10 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
     file = read_gguf(path)
+    values = config_values(file)
+    check_sizes(values, path.name)
     with foreign_errors(f"{path.name} has metadata that no config accepts: {{}}"):
-        config = AutoConfig.for_model(architecture(file).model_type, **config_values(file))
-    _check_sizes(config, path.name)
+        config = AutoConfig.for_model(architecture(file).model_type, **values)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     stored = _chosen(dtype, _main_float(file))
     weights = random_source(config, stored) if random else GGUFSource(file, config)

@@ -54,7 +54,8 @@ def write_text(opened: OpenedModel, directory: Path) -> Text | None:
     for name, content in files.items():
         (directory / name).write_bytes(_utf8(name, content))
     bos = parts.special.get("bos_token")
-    first = parts.tokenizer.encode("a").tokens[:1]
+    with foreign_errors("The model's tokenizer cannot encode a text ({}); fix its files."):
+        first = parts.tokenizer.encode("").tokens[:1]  # of no text, since it need not know any
     return Text(
         files={name: hashlib.sha256(content.encode()).hexdigest() for name, content in sorted(files.items())},
         bos_token=bos,

@@ -6,7 +6,6 @@ and memory (`sandbox.py`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -111,15 +110,6 @@ def _sandbox() -> Sandbox:
 
     from .sandbox import Sandbox
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -127,6 +117,5 @@ def _sandbox() -> Sandbox:
         return datetime.now().strftime(pattern)
 
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True)
-    sandbox.filters["tojson"] = tojson
     sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return sandbox

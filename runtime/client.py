@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
@@ -251,17 +252,21 @@ class EngineClient(ABC):
 
 
 class ThreadEngine(EngineClient):
-    """The engine in a thread of this process. The kernels run without the interpreter's lock."""
+    """The engine in a thread of this process. The kernels run without the interpreter's lock.
+
+    One that is dropped, or still open when the interpreter exits, is stopped then.
+    """
 
     def __init__(self, engine: Engine) -> None:
         """Takes the engine over, and its device with it."""
         super().__init__(engine.plan)
-        self._engine = engine
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._state = engine.stats()
         self._heard = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        port = _ThreadPort(weakref.ref(self), self._commands)
+        self._thread = threading.Thread(target=_run_engine, args=(engine, port), name="engine", daemon=True)
         self._thread.start()
+        weakref.finalize(self, _stop_engine, self._thread, self._commands)
 
     @classmethod
     def open(cls, directory: Path, options: EngineOptions) -> ThreadEngine:
@@ -269,27 +274,6 @@ class ThreadEngine(EngineClient):
         from .engine import open_engine  # what only the engine needs is not loaded beside a `ProcessEngine`
 
         return cls(open_engine(directory, options))
-
-    def _run(self) -> None:
-        try:
-            run_loop(self._engine, self)
-        except Exception as error:
-            _log.exception("the engine loop failed")
-            self._call(self._fail, InternalError(f"the engine failed: {error}"))
-
-    def receive(self, timeout: float) -> list[Command]:
-        """See `loop.Port`."""
-        commands: list[Command] = []
-        try:
-            commands.append(self._commands.get(timeout > 0, timeout or None))
-            while True:
-                commands.append(self._commands.get_nowait())
-        except queue.Empty:
-            return commands
-
-    def send(self, events: list[Event]) -> None:
-        """See `loop.Port`."""
-        self._call(self._dispatch, events)
 
     def _send(self, command: Command) -> None:
         self._commands.put(command)
@@ -299,5 +283,46 @@ class ThreadEngine(EngineClient):
         self._attach()
         self._send(Shutdown(drain))
         await asyncio.to_thread(self._thread.join)
-        self._engine.device.close()
         self._fail(InternalError("the engine is closed"))
+
+
+class _ThreadPort:
+    """The engine's end of the queue to a `ThreadEngine`, which it does not keep alive (see `loop.Port`)."""
+
+    def __init__(self, client: weakref.ref[ThreadEngine], commands: queue.SimpleQueue[Command]) -> None:
+        self._client, self._commands = client, commands
+
+    def receive(self, timeout: float) -> list[Command]:
+        commands: list[Command] = []
+        try:
+            commands.append(self._commands.get(timeout > 0, timeout or None))
+            while True:
+                commands.append(self._commands.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def send(self, events: list[Event]) -> None:
+        if (client := self._client()) is not None:
+            client._call(client._dispatch, events)
+
+    def fail(self, error: Exception) -> None:
+        """The engine is dead."""
+        if (client := self._client()) is not None:
+            client._call(client._fail, error)
+
+
+def _run_engine(engine: Engine, port: _ThreadPort) -> None:
+    """What the thread does."""
+    try:
+        run_loop(engine, port)
+    except Exception as error:
+        _log.exception("the engine loop failed")
+        port.fail(InternalError(f"the engine failed: {error}"))
+    finally:
+        engine.device.close()
+
+
+def _stop_engine(thread: threading.Thread, commands: queue.SimpleQueue[Command]) -> None:
+    commands.put(Shutdown(drain=False))
+    if thread is not threading.current_thread():  # which may be the one that collects garbage
+        thread.join()

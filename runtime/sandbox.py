@@ -7,6 +7,7 @@ all that is in them, so that sharing cannot make a short one long when it is wri
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -73,7 +74,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(extensions=[_Generation, loopcontrols], finalize=self._count, **options)
-        self.filters = {name: self._bounded(function) for name, function in self.filters.items()}
+        filters = self.filters | {"tojson": self._to_json}
+        self.filters = {name: self._bounded(function) for name, function in filters.items()}
         self.globals |= {"dict": _Dict(), "namespace": _Namespace}
         del self.globals["lipsum"]
         self._compiled = lru_cache(maxsize=16)(self.from_string)
@@ -82,9 +84,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The text of a template. Raises jinja2.TemplateError, or whatever Python error its expressions cause."""
         token = _budget.set(_Budget())
         try:
-            return self._compiled(source).render(values)
+            return self._made(source).render(values)
         finally:
             _budget.reset(token)
+
+    def _made(self, source: str) -> Template:
+        try:
+            return self._compiled(source)
+        except (SyntaxError, RecursionError, MemoryError):  # Python's own compiler bounds its stack and its blocks
+            raise LimitExceeded("it is nested too deeply") from None
 
     def spend(self, chars: int = 0) -> None:
         """Check the limits. Templates call it at each turn of a loop."""
@@ -121,6 +129,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             return self.literal(value)
         self.spend(len(value) if isinstance(value, str) else 0)
         return value
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON as transformers writes it, counted piece by piece."""
+        if isinstance(indent, str) and len(indent) > MAX_WIDTH:
+            raise LimitExceeded("it calls tojson with a huge indent")
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        pieces = []
+        for piece in encoder.iterencode(value):
+            self.spend(len(piece))
+            pieces.append(piece)
+        return "".join(pieces)
 
     def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter with its arguments checked and its result counted."""

@@ -57,21 +57,25 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens` those that the model wants around a plain prompt are added.
 
-        Raises UserError for a text that is no valid Unicode or holds a token that the model has no embedding for.
+        Raises UserError for a text that is no valid Unicode or holds a token that the model has no embedding for, and
+        for a tokenizer that fails on it.
         """
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (UnicodeEncodeError, TypeError):
-            raise UserError("the prompt holds half a surrogate pair: send valid Unicode text") from None
+        with foreign_errors("the plan's tokenizer.json can't encode this prompt ({}): correct it and compile again"):
+            try:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            except (UnicodeEncodeError, TypeError):
+                raise UserError("the prompt holds half a surrogate pair: send valid Unicode text") from None
         if self._limit is not None and ids and max(ids) >= self._limit:
             token = self._backend.id_to_token(max(ids))
             raise UserError(f"the prompt holds the token {token!r}, which this model doesn't know: remove it")
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole output. Bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of a whole output. Bytes that are no UTF-8 become U+FFFD.
+
+        Raises UserError for a tokenizer that fails on it.
+        """
+        return _decode(self._backend, ids, skip_special_tokens)
 
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for one output."""
@@ -93,6 +97,12 @@ class Tokenizer:
             return bytes(map(_ALPHABET.__getitem__, token)) if _ALPHABET.keys() >= set(token) else token.encode()
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+
+
+def _decode(backend: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    with foreign_errors("the plan's tokenizer.json can't decode this output ({}): correct it and compile again"):
+        text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    return text
 
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -159,7 +169,5 @@ class _WindowDecoder:
         return text
 
     def _after_context(self, ids: list[int]) -> str:
-        before, text = (
-            self._backend.decode(part, skip_special_tokens=False) for part in (self._context, self._context + ids)
-        )
+        before, text = (_decode(self._backend, part, False) for part in (self._context, self._context + ids))
         return text[len(before) :]

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +56,10 @@ class _Model(ctypes.Structure):
 
 
 class CpuDevice:
-    """Runs a plan's steps on this machine's cores (see `device.base.Device`)."""
+    """Runs a plan's steps on this machine's cores (see `device.base.Device`).
+
+    What is dropped without being closed, or is still open when the interpreter exits, is closed then.
+    """
 
     queue_depth = 1
 
@@ -69,6 +73,10 @@ class CpuDevice:
             if options.verify:
                 verify_file(directory, library.file, library.sha256)
             self._library = _open_library(directory / library.file)
+        self._state = _allocate(self._library.toolkit_state_bytes())
+        self._workers: list[threading.Thread] = []
+        self._running = threading.Lock()
+        self._stop = weakref.finalize(self, _stop, self._library, self._state, self._workers, self._running)
         self.isa: str = library.isa
         self.pages = plan_pages(plan, budget)
         with debug_phase(f"Weights ({_mib(plan.memory.weights)})"):
@@ -101,7 +109,6 @@ class CpuDevice:
         self._results = np.zeros(rows, RESULT)
         self._top_tokens = np.zeros((rows, MAX_TOP), np.int32)
         self._top_logprobs = np.zeros((rows, MAX_TOP), np.float32)
-        self._state = _allocate(self._library.toolkit_state_bytes())
         model = _Model(self._arena.ctypes.data, *(table.ctypes.data for table in self._tables), self.threads)
         self._library.toolkit_open(self._state.ctypes.data, ctypes.byref(model))
         self._step = _Step(
@@ -114,17 +121,11 @@ class CpuDevice:
             top_logprobs=self._top_logprobs.ctypes.data,
         )
         self._step_reference = ctypes.byref(self._step)
-        self._workers = [
-            threading.Thread(
-                target=self._library.toolkit_worker,
-                args=(self._state.ctypes.data, tid),
-                daemon=True,
-                name=f"kernel-{tid}",
-            )
-            for tid in range(1, self.threads)
-        ]
-        for worker in self._workers:
+        for tid in range(1, self.threads):
+            work = (self._state.ctypes.data, tid)
+            worker = threading.Thread(target=self._library.toolkit_worker, args=work, daemon=True, name=f"kernel-{tid}")
             worker.start()
+            self._workers.append(worker)
 
     def submit(self, batch: StepBatch) -> Ticket:
         """Run a step. Raises InternalError if the batch exceeds every bucket or a page is out of range."""
@@ -145,9 +146,10 @@ class CpuDevice:
             self._group_pointers[0, group] = slots.ctypes.data
             self._group_pointers[1, group] = pages.ctypes.data
             self._page_stride[group] = pages.shape[1]
-        before = time.perf_counter()
-        status = self._library.toolkit_run(self._state.ctypes.data, self._step_reference)
-        seconds = time.perf_counter() - before
+        with self._running:
+            before = time.perf_counter()
+            status = self._library.toolkit_run(self._state.ctypes.data, self._step_reference)
+            seconds = time.perf_counter() - before
         if status:
             raise InternalError(f"no bucket fits a step of {step.T} tokens, {step.S} sequences and {rows} rows")
         self._tickets += 1
@@ -208,15 +210,22 @@ class CpuDevice:
 
     def close(self) -> None:
         """Stop the threads and release the memory."""
-        if not self._state.size:
-            return
-        self._library.toolkit_close(self._state.ctypes.data)
-        for worker in self._workers:
-            worker.join()
+        self._stop()
         self._state = self._arena = np.zeros(0, np.uint8)
-        # Else the linker would take a library that replaces this one at its path for the same.
-        _ctypes.dlclose(self._library._handle)
         self._weights, self._caches = {}, []
+
+
+def _stop(library: ctypes.CDLL, state: Bytes, workers: Sequence[threading.Thread], running: threading.Lock) -> None:
+    """Stop the threads, once the step that is running is done, and unload the library.
+
+    `running` is never released: a thread that goes on while the interpreter exits waits for it until that is done.
+    """
+    running.acquire()
+    library.toolkit_close(state.ctypes.data)
+    for worker in workers:
+        worker.join()
+    # Else the linker would take a library that replaces this one at its path for the same.
+    _ctypes.dlclose(library._handle)
 
 
 def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: IsaName | None = None) -> Library:

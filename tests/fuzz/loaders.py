@@ -221,7 +221,13 @@ def _tokenizers(folder: Path) -> list[Files]:
     unigram.train_from_iterator(
         [words], trainers.UnigramTrainer(vocab_size=40, special_tokens=special, unk_token="<unk>")
     )
-    return [_tokenizer_files(byte_level), _tokenizer_files(unigram), _sentencepiece_files()]
+    pieces = {token: number for number, token in enumerate([*special, *map("<0x{:02X}>".format, range(256)), *"▁abc"])}
+    fallback = Backend(models.BPE(pieces, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    fallback.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fallback.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return [*map(_tokenizer_files, (byte_level, unigram, fallback)), _sentencepiece_files()]
 
 
 def _sentencepiece_files() -> Files:

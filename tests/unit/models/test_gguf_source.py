@@ -319,6 +319,15 @@ def test_missing_hyperparameter_is_named(tmp_path: Path) -> None:
         open_model(written(tmp_path / "m.gguf", "llama", values, {"token_embd.weight": (32, 64)}))
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3", "olmo2", "gpt2"])
+def test_more_layers_than_any_model_has(arch: str, tmp_path: Path) -> None:
+    """Transformers would make a list of them all."""
+    values = {**HYPER, "block_count": 2**31, "attention.sliding_window": 8}
+    file = written(tmp_path / "m.gguf", arch, values, {"token_embd.weight": (32, 64)})
+    with pytest.raises(UserError, match="says that num_hidden_layers is 2147483648"):
+        open_model(file)
+
+
 def test_file_without_an_embedding(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lacks the tensor token_embd\.weight"):
         open_model(written(tmp_path / "m.gguf", "llama", HYPER, {"output_norm.weight": (64,)}))

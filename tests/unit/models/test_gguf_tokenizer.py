@@ -224,7 +224,7 @@ def test_words_of_known_texts(name: str, text: str, words: str) -> None:
 
 
 UNKNOWN = "tokenizer.ggml.unknown_token_id"
-SMALL = {
+SMALL: dict[str, Any] = {
     "general.architecture": "llama",
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "gpt-2",
@@ -272,6 +272,10 @@ def test_user_defined_tokens_are_whole_but_not_special() -> None:
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": []}, "one score a token"),
         ({"tokenizer.ggml.model": "t5"}, "one score a token"),
         ({"tokenizer.ggml.model": "t5", "tokenizer.ggml.scores": [0.0] * 8, UNKNOWN: 99}, "tokenizer is damaged"),
+        (
+            {"tokenizer.ggml.tokens": ["<s:", *SMALL["tokenizer.ggml.tokens"][1:]], "tokenizer.ggml.pre": "llama-bpe"},
+            "tokenizer is damaged .*Cannot build Piece",
+        ),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:

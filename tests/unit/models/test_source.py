@@ -141,6 +141,30 @@ def test_config_with_a_bad_value(tmp_path: Path) -> None:
     assert "is no valid llama config" in refused(tmp_path, random=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("llama", {"max_position_embeddings": 2**40}),
+        ("llama", {"hidden_size": 10**400}),
+        ("llama", {"vocab_size": -1}),
+        ("qwen3", {"num_hidden_layers": 2**62}),
+        ("gpt2", {"n_layer": 2**62}),
+        ("gpt2", {"n_inner": 2**40}),
+        ("phi3", {"partial_rotary_factor": 2**31}),
+        ("gpt_neox", {"rotary_pct": 1e9}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}}),
+        ("gemma3", {"text_config": {"model_type": "gemma3_text", "num_hidden_layers": 2**62}}),
+    ],
+)
+def test_sizes_that_no_model_has(
+    kind: str, values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused before transformers, which would not come to an end with some of them, sees them."""
+    monkeypatch.delattr(AutoConfig, "from_pretrained")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **VALUES, **values}))
+    assert "which no model has; correct it" in refused(tmp_path, random=True)
+
+
 def test_foreign_quantization(tmp_path: Path) -> None:
     values = {"model_type": "llama", **VALUES, "quantization_config": {"quant_method": "quip", "bits": 2}}
     (tmp_path / "config.json").write_text(json.dumps(values))

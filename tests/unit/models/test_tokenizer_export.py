@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
+from tokenizers import decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE, Unigram
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from unit.runtime.sample_plan import sample_plan
 
@@ -130,6 +130,35 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason) as error:
             write_text(opened(TextFiles(directory=tmp_path)), tmp_path)
         assert "\n" not in str(error.value)
+
+
+def write_tokenizer(directory: Path, backend: Backend) -> Path:
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(backend.to_str())
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return directory
+
+
+def test_a_tokenizer_that_knows_few_characters(tmp_path: Path) -> None:
+    """That it fails on some texts keeps it out of no plan."""
+    source = write_tokenizer(tmp_path / "source", Backend(Unigram([("b", 0.0)], None, False)))
+    text = write_text(opened(TextFiles(directory=source)), tmp_path)
+    assert text is not None
+    tokenizer = Tokenizer.open(tmp_path, plan(text))
+    assert tokenizer.encode("bb") == [0, 0]
+    with pytest.raises(UserError, match="can't encode this prompt"):
+        tokenizer.encode("a")
+
+
+def test_a_tokenizer_that_fails_on_every_text_is_refused(tmp_path: Path) -> None:
+    backend = Backend(BPE({"a": 0, "<s>": 1}, []))
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    source = write_tokenizer(tmp_path / "source", backend)
+    damaged = backend.to_str().replace('"special_tokens":{"<s>":{', '"special_tokens":{"x":{')
+    assert damaged != backend.to_str()
+    (source / "tokenizer.json").write_text(damaged)
+    with pytest.raises(UserError, match="The model's tokenizer cannot encode a text"):
+        write_text(opened(TextFiles(directory=source)), tmp_path)
 
 
 @pytest.mark.parametrize(

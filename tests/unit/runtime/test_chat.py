@@ -258,10 +258,39 @@ DOUBLING = (
         "{{ 10 ** (10 ** 9) }}",
         DOUBLING.format("9", "ns.v * ns.v", "1"),
         "{{ range(10 ** 9) | list }}",
+        "{{ [1] | tojson(indent=10 ** 9) }}",
+        "{{ [1] | tojson(false, 10 ** 9) }}",
+        "{{ [1] | tojson(indent='a' * 10 ** 6) }}",
+        "{{ ([0] * 10 ** 4) | tojson(separators=('a' * 10 ** 6, ':')) }}",
+        "{{ ([0] * 10 ** 4) | tojson(indent=60000) }}",
     ],
 )
 def test_huge_values_are_refused(template: str) -> None:
     assert "can't render" in refused(template)
+
+
+@pytest.mark.parametrize("depth", [100, 300, 3000])
+@pytest.mark.parametrize(
+    ("opening", "inside", "closing"),
+    [
+        ("{{", "(", "1"),
+        ("{{", "[", "1"),
+        ("{{", "not ", "1"),
+        ("{{", "-", "1"),
+        ("", "{% if 1 %}", ""),
+        ("", "{% for i in [1] %}", ""),
+        ("", "{% set a %}", ""),
+    ],
+)
+def test_deeply_nested_templates_are_rendered_or_refused(opening: str, inside: str, closing: str, depth: int) -> None:
+    """Python's compiler, which sees what jinja makes of them, has limits of its own."""
+    ends = {"(": ")", "[": "]", "{% if 1 %}": "{% endif %}", "{% for i in [1] %}": "{% endfor %}"}
+    end = ends.get(inside, "{% endset %}" if "set" in inside else "")
+    template = opening + inside * depth + closing + end * depth + ("}}" if opening else "")
+    try:
+        ChatTemplate(template).render([])
+    except UserError as error:
+        assert "nested too deeply" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import BPE, WordLevel, WordPiece
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from unit.runtime.sample_plan import sample_plan
 
 from toolkit.runtime.errors import UserError
@@ -197,6 +197,31 @@ def test_open_refuses_a_damaged_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.json is damaged"):
         Tokenizer.open(tmp_path, plan(Text({})))
+
+
+FAULTY = {
+    "no unknown token": Backend(Unigram([("a", 0.0)], None, False)),
+    "an unknown token that is none": Backend(WordLevel({"a": 0}, unk_token="[UNK]")),
+    "a template without its tokens": Backend.from_str(
+        BACKENDS["sentencepiece"].to_str().replace('"special_tokens":{"<s>":{', '"special_tokens":{"x":{')
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_tokenizer_that_fails_on_a_text_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json can't encode this prompt \(.*\): correct it"):
+        Tokenizer(FAULTY[name], 10_000).encode("Hello")
+
+
+def test_a_decoder_that_fails_on_an_output_is_refused() -> None:
+    backend = plain_words()
+    backend.decoder = decoders.Strip("a", 2, 2)
+    tokenizer = Tokenizer(backend, 10_000)
+    assert tokenizer.decode([2]) == "bc"
+    for decode in (tokenizer.decode, tokenizer.incremental().push):
+        with pytest.raises(UserError, match=r"tokenizer\.json can't decode this output \(.*\): correct it"):
+            decode([1])
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
