@@ -25,7 +25,7 @@ from ..quantize import Float32, encode
 from ..weights import TensorSource
 from ..weights_pack import read_chunks, resolve_encodings
 from .fold import Folds, Index, Target
-from .gptq import Float64, compensation, gptq
+from .gptq import Compensation, Float64, compensation, gptq
 from .scaling import candidates, losses
 from .store import CalibratedSource
 
@@ -200,21 +200,21 @@ class _Walk:
         if "awq" in self._method:
             scale = self._scale(layers, inputs)
             inputs = inputs.divided(scale)
-        spread = compensation(inputs.hessian) if "gptq" in self._method else None
+        how = compensation(inputs.hessian) if "gptq" in self._method else None
         for op in layers:
             name = op.inputs[1].name
-            self.store.put(self._params[name], self._encoding(name), self._rounded(name, scale, inputs, spread))
+            self.store.put(self._params[name], self._encoding(name), self._rounded(name, scale, inputs, how))
 
-    def _rounded(self, name: str, scale: Float32, inputs: Inputs, spread: Float32 | None) -> Iterator[EncodedArray]:
+    def _rounded(self, name: str, scale: Float32, inputs: Inputs, how: Compensation | None) -> Iterator[EncodedArray]:
         """A weight with its columns multiplied by `scale`, rounded for the inputs that it will get."""
         encoding, error = self._encoding(name), np.zeros(3)
         for chunk in self._chunks(name, FLOAT32):
             values = chunk.decode()
             plain, scaled = encode(values, encoding).decode() * scale, values * scale
-            if spread is None:
+            if how is None:
                 result = encode(scaled, encoding, inputs.importance)
             else:
-                result = gptq(scaled, spread, encoding, inputs.importance)
+                result = gptq(scaled, how, encoding, inputs.importance)
             differences = (scaled, plain - scaled, result.decode() - scaled)
             error += [np.square(inputs.sample @ rows.T).sum(dtype=np.float64) for rows in differences]
             yield result

