@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
+from ..kernels_templates import expression as ex
 from ..kernels_templates.catalog import ParamValue
 from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
 from ..kernels_templates.cuda.choose import choose_linear
@@ -20,8 +21,9 @@ from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
 from .ir import Graph, Op, Value
 from .lowered import Argument, Lowered, place_barriers
 from .lowering import Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
-from .op_spec import bool_attr, float_attr, int_attr, str_attr
+from .op_spec import bool_attr, broadcast, float_attr, int_attr, str_attr
 from .ops import OPS
+from .ops_fused import shape_of
 from .shapes import Bounds, Dim, Shape, Sym, product
 from .targets import FloatDType, Target
 
@@ -300,6 +302,51 @@ def _last_axis(op: Op) -> None:
         raise Unsupported(f"axis {axis} of {op.inputs[0].type}, only the last one can be reduced")
 
 
+def _reduction(low: Lowering, op: Op) -> None:
+    bodies = ex.parse_all(str_attr(op.attrs, "exprs"))
+    rows, width, forms = row_forms(bodies, [value.type.shape for value in op.inputs])
+    column = op.outputs[-1].type.shape[-1] != width
+    params: dict[str, ParamValue] = {
+        "exprs": str_attr(op.attrs, "exprs"),
+        **{f"in{index}": "" for index in range(MAX_POINTWISE)},
+        "column": column,
+        "first_out": len(bodies) == 2,
+    }
+    args: dict[str, Argument] = {"rows": dim(rows), "W": ConstArg(width)}
+    for index, (value, form) in enumerate(zip(op.inputs, forms, strict=True)):
+        if isinstance(low.place(value), InputArg):
+            raise Unsupported(f"{value} is a step input of integers")
+        params[f"in{index}"] = form
+        args[f"in{index}"] = low.pointer(value)
+    if len(bodies) == 2:
+        args["first"] = low.output(op.outputs[0])
+    wanted, outputs = low.output_as_wanted(op.outputs[-1])
+    operators = str_attr(op.attrs, "exprs").count("(")
+    low.call("reduction", params | wanted, args | outputs, op, flops=operators * count(rows) * width)
+
+
+def row_forms(bodies: Sequence[ex.Expression], inputs: Sequence[Shape]) -> tuple[Dim, int, list[str]]:
+    """The rows, the columns and how each input spreads over them, for expressions with reductions over the columns.
+
+    Raises Unsupported if a kernel can't have them.
+    """
+    whole = broadcast(inputs)
+    width = whole[-1] if whole else 1
+    if len(inputs) > MAX_POINTWISE or len(bodies) > 2:
+        raise Unsupported(f"{len(bodies)} expressions of {len(inputs)} inputs, more than 2 of {MAX_POINTWISE}")
+    if isinstance(width, Sym) or width == 1:
+        raise Unsupported(f"a reduction over {width} columns")
+    for reduction in ex.reductions(*bodies):
+        if shape_of(reduction.args[0], inputs)[-1:] != (width,):
+            raise Unsupported(f"a reduction of some other number of columns than {width}")
+    if len(bodies) == 2 and any(shape_of(body, inputs) != whole for body in bodies):
+        raise Unsupported("two results of different shapes")
+    forms = [_form(whole, shape, len(whole) - 1) for shape in inputs]
+    if not all(forms):
+        raise Unsupported(f"broadcasting {', '.join(str(list(map(str, shape))) for shape in inputs)} within rows")
+    return product(whole[:-1]), width, forms
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -528,8 +575,9 @@ RULES: Mapping[str, Rule] = {
     "linear": _linear,
     "norm": _norm,
     "add_norm": _add_norm,
-    "softmax": _softmax,
     "reduce": _reduce,
+    "softmax": _softmax,
+    "reduction": _reduction,
     "rope_table": _rope_table,
     "rope": _rope,
     "rope_kv_write": _rope_kv_write,

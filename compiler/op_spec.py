@@ -1,4 +1,4 @@
-"""What a row of the op table says: attributes, shape rule, numpy meaning, pointwise expression and ONNX body."""
+"""What a row of the op table says: attributes, shape rule, numpy meaning, expression and ONNX body."""
 
 from __future__ import annotations
 
@@ -112,6 +112,11 @@ class OpSpec(ABC):
     def expression(self, attrs: Attrs, inputs: int) -> Expression | None:
         """The op as a pointwise expression over `in0..`, or None if it is not pointwise."""
         return None
+
+    def rows(self, types: Types, attrs: Attrs) -> tuple[Expression, ...] | None:
+        """The outputs as expressions over `in0..` whose reductions are over the last axis, or None."""
+        expression = self.expression(attrs, len(types))
+        return None if expression is None else (expression,)
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
         """Write the op as ONNX nodes whose last output is named as the op's. Ops made by passes have no ONNX body."""

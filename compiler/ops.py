@@ -59,6 +59,8 @@ Ops made by passes
   pointwise   (a[T,..], b, ..) -> [T,..]                          attrs expr over in0, in1 .., in the language of
                                                                   `kernels_templates.expression`, e.g.
                                                                   "(mul (silu in0) in1)"; inputs broadcast
+  reduction   (a[..,D], b, ..) -> [..,D] or [..,1], ..            attrs exprs: an expression for each output, which may
+                                                                  have sums, means and maxima over the last axis
 """
 
 from __future__ import annotations

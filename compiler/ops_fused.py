@@ -17,6 +17,7 @@ from .op_spec import (
     Packing,
     Types,
     bool_attr,
+    broadcast,
     declare,
     expect,
     float_attr,
@@ -31,10 +32,11 @@ from .ops_model import (
     attention_weights,
     evaluate_norm,
     infer_norm,
+    norm_expression,
     rotate,
 )
 from .ops_tensor import PointwiseSpec
-from .shapes import CACHE, TensorType
+from .shapes import CACHE, Shape, TensorType
 
 
 class AddNorm(OpSpec):
@@ -52,6 +54,10 @@ class AddNorm(OpSpec):
         total = inputs[0] + inputs[1]
         return (total, evaluate_norm(total, inputs[2:], attrs))
 
+    def rows(self, types: Types, attrs: Attrs) -> tuple[ex.Expression, ...] | None:
+        total = ex.parse("(add in0 in1)")
+        return (total, norm_expression(total, 2, attrs))
+
 
 class Pointwise(PointwiseSpec):
     """(a[T,..], b, ..) -> [T,..]"""
@@ -66,6 +72,36 @@ class Pointwise(PointwiseSpec):
     def expression(self, attrs: Attrs, inputs: int) -> ex.Expression | None:
         body = ex.parse(str_attr(attrs, "expr"))
         return body if ex.inputs(body) == set(range(inputs)) else None
+
+
+class Reduction(OpSpec):
+    """(a[..,D], b, ..) -> [..,D] or [..,1], one for each expression"""
+
+    kind = "reduction"
+    attrs = declare(exprs=AttrSpec("str"))
+
+    def infer(self, types: Types, attrs: Attrs) -> tuple[TensorType, ...]:
+        bodies, shapes = self.rows(types, attrs), [t.shape for t in types]
+        expect(set().union(*map(ex.inputs, bodies)) == set(range(len(types))), "the inputs of the expressions", types)
+        return tuple(TensorType("float32", shape_of(body, shapes)) for body in bodies)
+
+    def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
+        wide = [x.astype(np.float64) for x in inputs]
+        types = [TensorType("float32", x.shape) for x in inputs]
+        return tuple(ex.evaluate(body, wide).astype(np.float32) for body in self.rows(types, attrs))
+
+    def rows(self, types: Types, attrs: Attrs) -> tuple[ex.Expression, ...]:
+        return ex.parse_all(str_attr(attrs, "exprs"))
+
+
+def shape_of(body: ex.Expression, inputs: Sequence[Shape]) -> Shape:
+    """The shape of an expression. Raises ValueError where shapes don't go together."""
+    if isinstance(body, ex.Input):
+        return inputs[body.index]
+    if isinstance(body, ex.Number):
+        return ()
+    shape = broadcast([shape_of(arg, inputs) for arg in body.args])
+    return (*shape[:-1], 1) if body.operator in ex.REDUCTIONS else shape
 
 
 def written(cache: CacheState, k: Array, v: Array, packing: Packing) -> CacheState:
@@ -181,6 +217,7 @@ class RopeKvWrite(OpSpec):
 ROWS: tuple[OpSpec, ...] = (
     AddNorm(),
     Pointwise(),
+    Reduction(),
     KvWrite(),
     PagedAttention(),
     RopeKvWrite(),

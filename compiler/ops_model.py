@@ -137,6 +137,22 @@ def evaluate_norm(x: Array, weights: Sequence[Array], attrs: Attrs) -> Array:
     return out.astype(np.float32)
 
 
+def norm_expression(x: ex.Expression, weights: int, attrs: Attrs) -> ex.Expression:
+    """A norm of an expression over the last axis; weight and bias are the inputs from `weights` on."""
+    kind = str_attr(attrs, "kind")
+    if kind == "layer":
+        x = ex.Call("sub", (x, ex.Call("mean", (x,))))
+    total = ex.Call("sum" if kind == "l2" else "mean", (ex.Call("mul", (x, x)),))
+    scale = ex.Call("rsqrt", (ex.Call("add", (total, ex.Number(float_attr(attrs, "eps")))),))
+    out, offset = ex.Call("mul", (x, scale)), float_attr(attrs, "offset")
+    if bool_attr(attrs, "has_weight"):
+        weight = ex.Input(weights)
+        out = ex.Call("mul", (out, ex.Call("add", (weight, ex.Number(offset))) if offset else weight))
+    if bool_attr(attrs, "has_bias"):
+        out = ex.Call("add", (out, ex.Input(weights + bool_attr(attrs, "has_weight"))))
+    return out
+
+
 class Norm(OpSpec):
     """(x[..,D], w[D]?, b[D]?) -> [..,D]"""
 
@@ -149,6 +165,9 @@ class Norm(OpSpec):
 
     def evaluate(self, inputs: Sequence[Any], attrs: Attrs, packing: Packing) -> tuple[Array, ...]:
         return (evaluate_norm(inputs[0], inputs[1:], attrs),)
+
+    def rows(self, types: Types, attrs: Attrs) -> tuple[ex.Expression, ...] | None:
+        return (norm_expression(ex.Input(0), 1, attrs),)
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
         x, rest = inputs[0], list(inputs[1:])
@@ -400,6 +419,10 @@ class Softmax(OpSpec):
         axis, x = int_attr(attrs, "axis"), inputs[0].astype(np.float64)
         weights = np.exp(x - x.max(axis, keepdims=True))
         return ((weights / weights.sum(axis, keepdims=True)).astype(np.float32),)
+
+    def rows(self, types: Types, attrs: Attrs) -> tuple[ex.Expression, ...] | None:
+        last = int_attr(attrs, "axis") == len(types[0].shape) - 1
+        return (ex.parse("(div (exp (sub in0 (max in0))) (sum (exp (sub in0 (max in0)))))"),) if last else None
 
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
         emit.node("Softmax", *inputs, output=op.output.name, axis=int_attr(op.attrs, "axis"))

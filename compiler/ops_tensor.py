@@ -146,6 +146,10 @@ class Reduce(OpSpec):
         out = function(axis=int_attr(attrs, "axis"), keepdims=bool_attr(attrs, "keepdims"))
         return (np.asarray(out).astype(inputs[0].dtype),)
 
+    def rows(self, types: Types, attrs: Attrs) -> tuple[ex.Expression, ...] | None:
+        last = int_attr(attrs, "axis") == len(types[0].shape) - 1
+        return (ex.Call(str_attr(attrs, "op"), (ex.Input(0),)),) if last and bool_attr(attrs, "keepdims") else None
+
     def onnx(self, emit: OnnxEmitter, op: Op, inputs: Sequence[str]) -> None:
         kind = {"sum": "ReduceSum", "mean": "ReduceMean", "max": "ReduceMax"}[str_attr(op.attrs, "op")]
         axes = emit.constant(np.array([int_attr(op.attrs, "axis")], np.int64))

@@ -1,7 +1,8 @@
 """Patterns of ops, as text: which ops stand behind each other, and what their operands are called.
 
     pattern  := [label `:`] kinds [`!`] `(` [operand {`,` operand}] `)`
-    kinds    := kind {`|` kind}, `expr` for any op that is a pointwise expression, or `any`
+    kinds    := kind {`|` kind}, `expr` for any op that is a pointwise expression, `rows` for any that is one of rows
+                (with reductions over the last axis), or `any`
     operand  := pattern | name | `_` | `*` name | `..`
 
 `norm(sum:add(x, residual), *weights)` is a norm of a sum. A name is bound to a value, and where it occurs twice both
@@ -22,6 +23,8 @@ from .ops import OPS
 
 COMMUTATIVE = ("add", "mul", "maximum", "minimum")
 SKIP, ANONYMOUS = "..", "_"
+CLASSES = ("expr", "rows", "any")
+"""What stands for many kinds of ops."""
 
 
 class Surroundings(Protocol):
@@ -47,6 +50,8 @@ class Pattern:
         """Whether an op is of one of the kinds."""
         if "any" in self.kinds or op.kind in self.kinds:
             return True
+        if "rows" in self.kinds:
+            return OPS[op.kind].rows([value.type for value in op.inputs], op.attrs) is not None
         return "expr" in self.kinds and OPS[op.kind].expression(op.attrs, len(op.inputs)) is not None
 
 
@@ -127,7 +132,7 @@ def _pattern(tokens: list[str], text: str) -> Pattern | str:
     while tokens and tokens[0] == "|":
         _take(tokens, text, "|")
         kinds.append(_take(tokens, text))
-    if unknown := [kind for kind in kinds if kind not in OPS and kind not in ("any", "expr")]:
+    if unknown := [kind for kind in kinds if kind not in OPS and kind not in CLASSES]:
         raise ValueError(f"expected a kind of op, found {unknown[0]!r} in {text!r}")
     alone = tokens[:1] == ["!"]
     if alone:

@@ -1,15 +1,16 @@
-"""Pointwise expressions: the text that fused ops carry and that templates render, e.g. `(add (mul in0 0.5) in1)`.
+"""Expressions: the text that fused ops carry and that templates render, e.g. `(add (mul in0 0.5) in1)`.
 
     expression := `in` digits | number | `(` operator expression+ `)`
 
-Operators and their meaning are the table `OPERATORS`; code generators render the same names.
+Operators and their meaning are the table `OPERATORS`; code generators render the same names. Those of `REDUCTIONS` make
+one column of the last axis; an expression without any is pointwise.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,14 @@ BINARY: dict[str, Callable[[Numbers, Numbers], Numbers]] = {
     "ne": np.not_equal,
 }
 
-OPERATORS: dict[str, int] = {**dict.fromkeys(UNARY, 1), **dict.fromkeys(BINARY, 2), "where": 3, "clamp": 3}
+REDUCTIONS: dict[str, Callable[..., Numbers]] = {"sum": np.sum, "mean": np.mean, "max": np.max}
+"""Operators of one argument over its last axis, which stays with one column."""
+
+OPERATORS: dict[str, int] = {
+    **dict.fromkeys((*UNARY, *REDUCTIONS), 1),
+    **dict.fromkeys(BINARY, 2),
+    **dict.fromkeys(("where", "clamp"), 3),
+}
 """Name to number of arguments. `(where c a b)`, `(clamp x low high)`."""
 
 
@@ -106,11 +114,19 @@ Expression = Input | Number | Call
 
 def parse(text: str) -> Expression:
     """The expression that `text` spells. Raises ValueError saying where it is malformed."""
-    tokens = re.findall(r"[()]|[^\s()]+", text)
-    expression, rest = _parse(tokens, text)
+    expression, *rest = parse_all(text)
     if rest:
-        raise ValueError(f"unexpected {rest[0]!r} after the expression in {text!r}")
+        raise ValueError(f"unexpected {str(rest[0])!r} after the expression in {text!r}")
     return expression
+
+
+def parse_all(text: str) -> tuple[Expression, ...]:
+    """The expressions, one or more, that `text` spells. Raises ValueError saying where it is malformed."""
+    rest, found = re.findall(r"[()]|[^\s()]+", text), list[Expression]()
+    while rest or not found:
+        expression, rest = _parse(rest, text)
+        found.append(expression)
+    return tuple(found)
 
 
 def _parse(tokens: list[str], text: str) -> tuple[Expression, list[str]]:
@@ -154,6 +170,26 @@ def substitute(expression: Expression, values: Sequence[Expression]) -> Expressi
     return values[expression.index] if isinstance(expression, Input) else expression
 
 
+def replace(expression: Expression, table: Mapping[Expression, Expression]) -> Expression:
+    """The expression with every part that the table has, the largest first, replaced by what it says."""
+    if expression in table:
+        return table[expression]
+    if isinstance(expression, Call):
+        return Call(expression.operator, tuple(replace(arg, table) for arg in expression.args))
+    return expression
+
+
+def reductions(*expressions: Expression) -> tuple[Call, ...]:
+    """The distinct reductions that occur, inner ones first."""
+    found: dict[Call, None] = {}
+    for expression in expressions:
+        if isinstance(expression, Call):
+            found |= dict.fromkeys(reductions(*expression.args))
+            if expression.operator in REDUCTIONS:
+                found[expression] = None
+    return tuple(found)
+
+
 def evaluate(expression: Expression, values: Sequence[Numbers]) -> Numbers:
     """The numpy meaning; inputs broadcast."""
     if isinstance(expression, Input):
@@ -167,7 +203,36 @@ def evaluate(expression: Expression, values: Sequence[Numbers]) -> Numbers:
         return np.clip(args[0], args[1], args[2])
     if expression.operator in UNARY:
         return UNARY[expression.operator](args[0])
+    if expression.operator in REDUCTIONS:
+        return REDUCTIONS[expression.operator](args[0], axis=-1, keepdims=True)
     return BINARY[expression.operator](args[0], args[1])
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How expressions with reductions are computed: pass by pass over a row. In the texts the first reduction's result
+    is `in<n>` after `n` inputs, the second's is `in<n+1>`, and so on.
+    """
+
+    reductions: tuple[tuple[str, str], ...]
+    """Operator and argument of each."""
+    results: tuple[str, ...]
+
+
+def to_passes(text: str, inputs: int) -> Passes:
+    """The passes of expressions of some inputs."""
+    expressions = parse_all(text)
+    table: dict[Expression, Expression] = {}
+    found = []
+    for reduction in reductions(*expressions):
+        found.append((reduction.operator, str(replace(reduction.args[0], table))))
+        table[reduction] = Input(inputs + len(table))
+    return Passes(tuple(found), tuple(str(replace(expression, table)) for expression in expressions))
+
+
+def inputs_of(text: str) -> list[int]:
+    """Indices of the inputs that occur in the text of one or more expressions, in order."""
+    return sorted(set().union(*map(inputs, parse_all(text))))
 
 
 def to_cpp(text: str, names: Sequence[str]) -> str:

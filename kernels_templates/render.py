@@ -11,7 +11,7 @@ from ..runtime.encodings import LEVELS
 from ..runtime.plan import ArchName, IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
-from .expression import to_cpp
+from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
 from .registry import CUDA_FAMILIES, FAMILIES
 
@@ -27,6 +27,8 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "to_cpp": to_cpp,
+        "to_passes": to_passes,
+        "inputs_of": inputs_of,
         "panel_encoding": panel_encoding,
         "block_columns": block_columns,
         "block_offsets": block_offsets,

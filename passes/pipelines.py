@@ -15,6 +15,7 @@ from .drop_unused import DropUnused
 from .early_rows import EarlyRows
 from .fold_constants import FoldConstants
 from .fuse_pointwise import FusePointwise
+from .fuse_reductions import FuseReductions
 from .insert_caches import InsertCaches
 from .linear_epilogue import FuseLinearEpilogue
 from .merge_linear import MergeLinear
@@ -62,6 +63,7 @@ def _fuse(encoding_of: EncodingOf) -> tuple[Pass, ...]:
         FuseAddNorm(),
         FusePointwise(),
         FuseLinearEpilogue(),
+        FuseReductions(),
     )
 
 

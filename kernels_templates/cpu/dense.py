@@ -78,11 +78,14 @@ NORM = Family(
     "or both. Row r takes row r % weight_rows of weight and bias [weight_rows, W]. q8 needs W to be a multiple of 32.",
 )
 
+_FORMS = dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))
+"""How each input of an expression spreads over the result."""
+
 POINTWISE = Family(
     name="pointwise",
     template="cpu/pointwise.cpp.j2",
     batch_invariant=True,
-    params={"expr": ANY, **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))},
+    params={"expr": ANY, **_FORMS},
     args=(*(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)), _out("out"), dim_arg("rows"), int_arg("W")),
     ops=("pointwise",),
     doc="An expression over inputs [rows, W] (t), [W] (n), [rows, 1] (1) and single numbers (s).",
@@ -185,6 +188,25 @@ ATTENTION = Family(
     "A query's result is the same to the bit in any batch and any chunking of its prompt.",
 )
 
+REDUCTION = Family(
+    name="reduction",
+    template="cpu/reduction.cpp.j2",
+    batch_invariant=True,
+    params={
+        "exprs": ANY,
+        **_FORMS,
+        **dict.fromkeys(("column", "first_out", "float_out", "q8_out"), BOOLS),
+    },
+    args=(
+        *(_in(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)),
+        *(_out("first", "first_out"), _out("out", "float_out"), _q8("q8_out"), dim_arg("rows"), int_arg("W")),
+    ),
+    ops=("reduction",),
+    doc="Expressions with reductions over rows of W, of inputs as a pointwise kernel has them: out[rows, W], or "
+    "out[rows] if it is one `column`, as floats, q8 or both; with two expressions, also the first's floats. q8 needs "
+    "W to be a multiple of 32.",
+)
+
 REDUCE = Family(
     name="reduce",
     template="cpu/reduce.cpp.j2",
@@ -224,6 +246,6 @@ SAMPLE = Family(
 
 FAMILIES: tuple[Family, ...] = (
     *(TAKE_ROWS, COPY, NORM, POINTWISE, ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE),
-    *(ATTENTION, REDUCE, SOFTMAX, SAMPLE),
+    *(ATTENTION, REDUCTION, REDUCE, SOFTMAX, SAMPLE),
 )
 """CPU kernel families of this module."""

@@ -79,14 +79,13 @@ TAKE_ROWS = Family(
     grid=blocks("R"),
 )
 
+_FORMS = dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s"))
+"""How each input of an expression spreads over the result."""
+
 POINTWISE = Family(
     name="pointwise",
     template="cuda/pointwise.cu.j2",
-    params={
-        "real": REALS,
-        "expr": ANY,
-        **dict.fromkeys((f"in{i}" for i in range(POINTWISE_INPUTS)), ("", "t", "n", "1", "s")),
-    },
+    params={"real": REALS, "expr": ANY, **_FORMS},
     args=(
         *(real_arg(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)),
         out_arg("out"),
@@ -146,4 +145,18 @@ SOFTMAX = Family(
     grid=blocks("rows"),
 )
 
-FAMILIES: tuple[Family, ...] = (NORM, EMBEDDING, TAKE_ROWS, POINTWISE, RANDOM_FILL, COPY, REDUCE, SOFTMAX)
+REDUCTION = Family(
+    name="reduction",
+    template="cuda/reduction.cu.j2",
+    params={"real": REALS, "exprs": ANY, **_FORMS, **dict.fromkeys(("column", "first_out"), BOOLS)},
+    args=(
+        *(real_arg(f"in{i}", f"in{i}") for i in range(POINTWISE_INPUTS)),
+        *(out_arg("first", "first_out"), out_arg("out"), dim_arg("rows"), int_arg("W")),
+    ),
+    ops=("reduction",),
+    doc="Expressions with reductions over rows of W, of inputs as a pointwise kernel has them: out[rows, W], or "
+    "out[rows] if it is one `column`; with two expressions, also the first's numbers.",
+    grid=blocks("rows"),
+)
+
+FAMILIES: tuple[Family, ...] = (NORM, EMBEDDING, TAKE_ROWS, POINTWISE, RANDOM_FILL, COPY, REDUCE, SOFTMAX, REDUCTION)

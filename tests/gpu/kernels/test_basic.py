@@ -79,6 +79,28 @@ def test_pointwise(real: str) -> None:
     close(value(found, real), np.tanh(a) * b + c - 1 / (1 + np.exp(-d)), real)
 
 
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("width", [77, 2048])
+def test_reduction(real: str, width: int) -> None:
+    forms = {"in0": "t", "in1": "n", "in2": "1", "in3": "s"}
+    shapes = {"in0": (11, width), "in1": (width,), "in2": (11, 1), "in3": (1,)}
+    arrays = {name: random(index, *shape, real=real) for index, (name, shape) in enumerate(shapes.items())}
+    sum_ = "(add (mul in0 (rsqrt (mean (mul in0 in0)))) in1)"
+    exprs = f"{sum_} (mul (sub {sum_} (max {sum_})) (add in2 in3))"
+    params: dict[str, ParamValue] = {"real": real, "exprs": exprs, "column": False, "first_out": True}
+    params |= {f"in{index}": forms.get(f"in{index}", "") for index in range(8)}
+    outs = {name: np.empty((11, width), arrays["in0"].dtype) for name in ("first", "out")}
+    found = run("reduction", params, **arrays, **outs, rows=11, W=width)
+    a, b, c, d = (value(array, real) for array in arrays.values())
+    total = a / np.sqrt((a**2).mean(axis=1, keepdims=True)) + b
+    close(value(found["first"], real), total, real)
+    close(value(found["out"], real), (total - total.max(axis=1, keepdims=True)) * (c + d), real)
+    params |= {"exprs": "(sqrt (sum (abs in0)))", "column": True, "first_out": False}
+    params |= dict.fromkeys(("in1", "in2", "in3"), "")
+    found = run("reduction", params, in0=arrays["in0"], out=np.empty(11, arrays["in0"].dtype), rows=11, W=width)
+    close(value(found["out"], real), np.sqrt(np.abs(a).sum(axis=1)), real)
+
+
 @pytest.mark.parametrize("pattern", [4, 288, 96])
 def test_random_fill_makes_the_runtimes_bytes(pattern: int) -> None:
     random_bytes = np.random.default_rng(pattern)

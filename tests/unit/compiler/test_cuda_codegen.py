@@ -20,6 +20,7 @@ ARCHS: tuple[ArchName, ...] = ("sm80", "sm86", "sm89", "sm90")
 FREE: Mapping[str, ParamValue] = {
     "epilogue": "(add (mul (silu in0) in1) in2)",
     "expr": "(mul (silu in0) (sigmoid in1))",
+    "exprs": "(add in0 in1) (mul in0 (sum (sub in0 (max in0))))",
     "in0": "t",
     "in1": "1",
 }
@@ -35,8 +36,10 @@ def kernels() -> dict[str, KernelSpec]:
             params |= dict.fromkeys(("extra2", "extra3", "extra4"), "")
         if "tile_rows" in params:  # those of the largest tile; some are for smaller ones
             params |= {"tile_columns": 128, "split": 2, "stages": 4}
-        if family.name == "pointwise":
+        if family.name in ("pointwise", "reduction"):
             params |= {f"in{index}": FREE.get(f"in{index}", "") for index in range(8)}
+        if family.name == "reduction":
+            params["column"] = False
         found[family.name] = KernelSpec(family.name, params)
     return found
 

@@ -161,6 +161,22 @@ def test_one_quantize_serves_all_linear_layers_of_a_value() -> None:
     assert xs[2] == View("x")
 
 
+def test_a_reduction_gives_what_its_readers_want() -> None:
+    build = GraphBuilder()
+    x = embedded(build)
+    residual = build.op("activation", x, kind="tanh")
+    exprs = "(add in0 in1) (mul in0 (mean in1))"
+    total, h = build.ops("reduction", x, residual, exprs=exprs, names=("total", "h"))
+    (column,) = build.ops("reduction", h, exprs="(sqrt (max in0))", names=("column",))
+    y = build.op("linear", h, weight(build, "w", (H, H), Q8_0))
+    lowered = checked(build.build(build.op("mul", build.op("add", y, total), column)))
+    first, second = (call for call in lowered.forward if call.kernel.family == "reduction")
+    assert families(lowered.forward).count("quantize") == 0
+    assert {"first", "out", "q8"} <= args_of(first).keys()
+    assert second.kernel.params["column"] is True
+    assert args_of(second).keys() == {"in0", "out", "rows", "W"}
+
+
 def test_a_norm_that_others_read_too_gives_floats_and_codes() -> None:
     build = GraphBuilder()
     x = embedded(build)

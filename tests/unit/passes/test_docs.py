@@ -23,6 +23,7 @@ from toolkit.passes.drop_unused import DropUnused
 from toolkit.passes.early_rows import EarlyRows
 from toolkit.passes.fold_constants import FoldConstants
 from toolkit.passes.fuse_pointwise import FusePointwise
+from toolkit.passes.fuse_reductions import FuseReductions
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
@@ -150,6 +151,12 @@ def linear_epilogue(b: GraphBuilder) -> Value:
     return b.op("add", _x(b, name="residual"), b.op("activation", product, kind="gelu", name="gelu"), name="y")
 
 
+def fuse_reductions(b: GraphBuilder) -> Value:
+    normed = b.op("norm", _x(b, name="branch"), _w(b, "norm", 64), eps=1e-5, name="normed")
+    total = b.op("add", _x(b, name="residual"), normed, name="sum")
+    return b.op("sub", total, b.op("reduce", total, op="mean", keepdims=True, name="mean"), name="y")
+
+
 def drop_unused(b: GraphBuilder) -> Value:
     b.cache(0, 2, 16, 16)
     b.op("linear", _x(b), _w(b, "spare", 8, 64), name="spare_product")
@@ -169,6 +176,7 @@ EXAMPLES: tuple[tuple[Pass, Callable[[GraphBuilder], Value]], ...] = (
     (FuseAddNorm(), add_norm),
     (FusePointwise(), fuse_pointwise),
     (FuseLinearEpilogue(), linear_epilogue),
+    (FuseReductions(), fuse_reductions),
     (DropUnused(), drop_unused),
 )
 

@@ -20,6 +20,7 @@ from toolkit.passes.add_norm import FuseAddNorm
 from toolkit.passes.canonicalize import Canonicalize
 from toolkit.passes.early_rows import EarlyRows
 from toolkit.passes.fuse_pointwise import FusePointwise
+from toolkit.passes.fuse_reductions import FuseReductions
 from toolkit.passes.insert_caches import InsertCaches
 from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
@@ -115,6 +116,59 @@ def test_integers_are_left_alone() -> None:
     x = b.input("x", "int32", (T,))
     graph = b.build(b.op("mul", b.op("add", x, x), x))
     assert FusePointwise()(graph) == graph
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mean_and_what_it_is_taken_from_become_one_op() -> None:
+    b = GraphBuilder()
+    x, y = b.input("x", "float32", (T, 4)), b.input("y", "float32", (T, 4))
+    both = b.op("mul", x, y)
+    result = fused(b.build(b.op("div", both, b.op("reduce", both, op="sum", keepdims=True))), FuseReductions())
+    (op,) = result.ops
+    assert (op.kind, op.attrs["exprs"]) == ("reduction", "(div (mul in0 in1) (sum (mul in0 in1)))")
+
+
+def test_a_norm_before_an_add_norm_gives_both_results() -> None:
+    b = GraphBuilder()
+    x, y = b.input("x", "float32", (T, 4)), b.input("y", "float32", (T, 4))
+    total, normed = b.ops("add_norm", b.op("norm", x, eps=1.0, has_weight=False), y, eps=1.0, has_weight=False)
+    result = fused(b.build(total, normed), FuseReductions())
+    (op,) = result.ops
+    first = "(add (mul in0 (rsqrt (add (mean (mul in0 in0)) 1.0))) in1)"
+    assert op.attrs["exprs"] == f"{first} (mul {first} (rsqrt (add (mean (mul {first} {first})) 1.0)))"
+    assert op.outputs == result.outputs
+
+
+def test_a_norm_that_two_read_is_not_computed_twice() -> None:
+    b = GraphBuilder()
+    normed = b.op("norm", b.input("x", "float32", (T, 4)), eps=1.0, has_weight=False)
+    graph = b.build(b.op("add", normed, scalar=1.0), b.op("mul", normed, scalar=2.0))
+    assert fused(graph, FuseReductions()) == graph
+
+
+def test_the_number_of_passes_over_a_row_is_bounded() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    for _ in range(5):
+        x = b.op("norm", x, eps=1.0, has_weight=False)
+    outcome = FuseReductions().run(b.build(x))
+    assert find_difference(b.build(x), outcome.graph) == ""
+    assert [op.kind for op in outcome.graph.ops] == ["reduction", "norm"]
+    assert outcome.notes[0].endswith("together they have 5 reductions, more than 4")
+
+
+def test_reductions_over_other_columns_stay_apart() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 2, 4))
+    top = b.op("reduce", b.op("mul", x, scalar=2.0), op="max", axis=2, keepdims=True)
+    outcome = FuseReductions().run(b.build(b.op("reduce", top, op="sum", axis=1, keepdims=True)))
+    assert [op.kind for op in outcome.graph.ops] == ["reduction", "reduce"]
+    heads = b.op("mul", b.op("softmax", x, axis=2), b.input("scale", "float32", (2, 1)))
+    outcome = FuseReductions().run(b.build(heads))
+    assert [op.kind for op in outcome.graph.ops] == ["softmax", "mul"]
+    assert "broadcasting ['T', '2', '4'], ['2', '1'] within rows" in outcome.notes[0]
 
 
 # --- linear epilogue --------------------------------------------------------------------------------------------------
