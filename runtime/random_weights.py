@@ -30,13 +30,18 @@ def fill_random(plan: Plan, file: str, memory: Bytes, pool: Executor) -> None:
     for name, entry in plan.weights.items():
         if entry.file == file:
             fill = plan.fills[entry.fill]
-            key = hashlib.sha256(f"{plan.model.random_weights}/{name}".encode()).digest()[:16]
             weight = memory[entry.offset : entry.offset + entry.bytes]
             for start, size in _pieces(entry.bytes, len(fill.keep) // 2):
                 piece = weight[start : start + size]
-                jobs.append(pool.submit(_fill, piece, start // _BLOCK, fill, int.from_bytes(key, "little")))
+                jobs.append(pool.submit(_fill, piece, start // _BLOCK, fill, weight_key(plan, name)))
     for job in jobs:
         job.result()
+
+
+def weight_key(plan: Plan, name: str) -> int:
+    """Philox's key for a weight: 128 bits."""
+    key = hashlib.sha256(f"{plan.model.random_weights}/{name}".encode()).digest()[:16]
+    return int.from_bytes(key, "little")
 
 
 def _pieces(size: int, period: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,9 @@ from ..plan import IsaName, Library, Plan
 from ..random_weights import fill_random
 from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
 from .base import Ticket, find_bucket
+from .check import check_step
 from .machine import available_memory, cpu_flags, usable_cores
+from .pages import mib, plan_pages
 
 Bytes = npt.NDArray[np.uint8]
 _READ = 16 << 20
@@ -79,7 +81,7 @@ class CpuDevice:
         self._stop = weakref.finalize(self, _stop, self._library, self._state, self._workers, self._running)
         self.isa: str = library.isa
         self.pages = plan_pages(plan, budget)
-        with debug_phase(f"Weights ({_mib(plan.memory.weights)})"):
+        with debug_phase(f"Weights ({mib(plan.memory.weights)})"):
             self._weights = _load_weights(directory, plan, options.verify)
         self._arena = _allocate(plan.memory.arena)
         self._caches = [
@@ -88,7 +90,7 @@ class CpuDevice:
         ]
         self._open()
         self._tickets = 0
-        held = ", ".join(f"{name} {_mib(size)}" for name, size in self.memory().items())
+        held = ", ".join(f"{name} {mib(size)}" for name, size in self.memory().items())
         debug(1, f"Memory: {held}; {' + '.join(map(str, self.pages))} pages of K/V")
 
     def _open(self) -> None:
@@ -132,7 +134,9 @@ class CpuDevice:
         return self._run(batch, None)
 
     def _run(self, batch: StepBatch, profile: npt.NDArray[np.uint64] | None) -> Ticket:
-        self._check(batch)
+        if not self._state.size:
+            raise InternalError("a step was submitted to a closed device")
+        check_step(self.plan, self.pages, batch)
         step, rows = self._step, len(batch.rows)
         step.T, step.S, step.R = len(batch.tokens), len(batch.context), rows
         step.tokens = batch.tokens.ctypes.data
@@ -155,27 +159,6 @@ class CpuDevice:
         self._tickets += 1
         self._result = StepResult(self._results[:rows], self._top_tokens[:rows], self._top_logprobs[:rows], seconds)
         return Ticket(self._tickets)
-
-    def _check(self, batch: StepBatch) -> None:
-        """The library trusts its inputs, so what could make it read or write elsewhere is refused here."""
-        tokens = len(batch.tokens)
-        if not self._state.size:
-            raise InternalError("a step was submitted to a closed device")
-        if (
-            tokens == 0
-            or batch.seq_start[0] != 0
-            or batch.seq_start[-1] != tokens
-            or len(batch.positions) != tokens
-            or len(batch.lengths) != tokens
-        ):
-            raise InternalError(f"a step's sequences do not cover its {tokens} tokens")
-        if batch.tokens.min() < 0 or batch.tokens.max() >= self.plan.model.vocab_size:
-            raise InternalError("a step has a token outside the vocabulary")
-        for cache, slots, pages, limit in zip(self.plan.caches, batch.slots, batch.pages, self.pages, strict=True):
-            if len(slots) != tokens or slots.min() < 0 or slots.max() >= limit * cache.page_tokens:
-                raise InternalError("a step writes a page that does not exist")
-            if pages.min() < 0 or pages.max() >= limit or int(batch.context.max()) > pages.shape[1] * cache.page_tokens:
-                raise InternalError("a step reads a page that does not exist")
 
     def poll(self, ticket: Ticket) -> StepResult:
         """The step's result: on CPU `submit` returns when it is there."""
@@ -246,35 +229,8 @@ def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: 
     raise UserError(f"this plan needs an {offered[0].isa} CPU, but this one lacks {missing}")
 
 
-def plan_pages(plan: Plan, budget: int) -> tuple[int, ...]:
-    """Pages of each cache group within `budget` bytes for everything the plan needs; page 0 is the trash page.
-
-    No group gets more than every sequence at full length could use. Raises UserError, saying what would fit, if not
-    even one full-length sequence does.
-    """
-    fixed = plan.memory.arena + plan.memory.weights + plan.memory.host
-    full = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
-    costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
-    one = sum(pages * cost for pages, cost in zip(full, costs, strict=True))
-    spare = budget - fixed - sum(costs)
-    if spare < one:
-        fits = int(spare / plan.kv_bytes_per_token) if plan.caches else 0
-        shorter = f"--max-context {fits} or " if fits > 0 else ""
-        raise UserError(
-            f"the plan needs {_mib(fixed)} for weights and activations and {_mib(one + sum(costs))} for one "
-            f"sequence of {plan.model.max_context} tokens, but the memory limit is {_mib(budget)}: raise --memory, or "
-            f"compile with {shorter}fewer bits a weight"
-        )
-    share = min(spare / one, plan.max_batch) if one else 1
-    return tuple(int(pages * share) + 1 for pages in full)
-
-
 def _budget(options: EngineOptions) -> int:
     return int(options.memory if options.memory > 1 else options.memory * available_memory())
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
 
 
 def _allocate(size: int) -> Bytes:

@@ -15,8 +15,12 @@ def open_device(directory: Path, plan: Plan, options: EngineOptions) -> Device:
 
     Raises UserError if this machine can't run it, saying what it lacks.
     """
-    if plan.target == "cpu":
+    if plan.modules:
+        from .cuda.device import CudaDevice
+
+        return CudaDevice(directory, plan, options)
+    if plan.libraries:
         from .cpu import CpuDevice
 
         return CpuDevice(directory, plan, options)
-    raise UserError(f"this toolkit can't run plans for {plan.target!r}, only for 'cpu': compile with --target cpu")
+    raise UserError(f"the plan for {plan.target!r} holds no kernels: compile it again")

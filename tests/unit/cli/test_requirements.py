@@ -8,7 +8,7 @@ from unit.runtime.sample_plan import sample_plan
 
 from toolkit.cli import requirements as module
 from toolkit.cli.requirements import requirements, sentences
-from toolkit.runtime.device.cpu import plan_pages
+from toolkit.runtime.device.pages import plan_pages
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.plan import Plan
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from unit.runtime.sample_plan import sample_plan
 
-from toolkit.runtime.device.cpu import choose_library, plan_pages
+from toolkit.runtime.device.cpu import choose_library
 from toolkit.runtime.device.machine import available_memory, usable_cores
+from toolkit.runtime.device.pages import plan_pages
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.plan import Library
 

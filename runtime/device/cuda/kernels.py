@@ -1,0 +1,83 @@
+"""The plan's module for a GPU: its kernels, each loaded when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import UserError
+from ...load import verify_file
+from ...plan import CudaKernel, CudaModule
+from .driver import Gpu, call
+
+_PLAIN_SHARED = 48 << 10
+"""Bytes of dynamic shared memory that need no asking."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel that can be launched."""
+
+    name: str
+    handle: Any
+    kernel: CudaKernel
+
+
+class Kernels:
+    """Functions by the names that launches use."""
+
+    def __init__(self, gpu: Gpu, directory: Path, module: CudaModule, *, verify: bool) -> None:
+        self._gpu = gpu
+        self._kernels = module.kernels
+        self._symbols = {kernel.entry: name for name, kernel in module.kernels.items()}
+        self._found: dict[str, Function] = {}
+        self._modules: list[Any] = []
+        if verify:
+            verify_file(directory, module.file, module.sha256)
+        try:
+            self._code = memoryview((directory / module.file).read_bytes())
+        except OSError as error:
+            raise UserError(f"can't read {directory / module.file}: {error.strerror}") from None
+
+    def __getitem__(self, name: str) -> Function:
+        found = self._found.get(name)
+        if found is None:
+            found = self._found[name] = self._load(name)
+        return found
+
+    def of_runtime(self, family: str) -> Function:
+        """A kernel that belongs to no op. Raises UserError if the plan lacks it."""
+        name = self._symbols.get(f"k_{family}")
+        if name is None:
+            raise UserError(f"the plan holds no kernel {family}, without which no GPU can run it: compile it again")
+        return self[name]
+
+    def _load(self, name: str) -> Function:
+        driver, kernel = self._gpu.driver, self._kernels[name]
+        code = bytes(self._code[kernel.offset : kernel.offset + kernel.bytes])
+        module = call(driver.cuModuleLoadData, code)
+        self._modules.append(module)
+        handle = call(driver.cuModuleGetFunction, module, kernel.entry.encode())
+        if kernel.shared > _PLAIN_SHARED:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(driver.cuFuncSetAttribute, handle, attribute, kernel.shared)
+        return Function(name, handle, kernel)
+
+    def close(self) -> None:
+        """Unload everything."""
+        for module in self._modules:
+            call(self._gpu.driver.cuModuleUnload, module)
+        self._modules, self._found = [], {}
+
+
+def choose_module(modules: Sequence[CudaModule], arch: str, name: str) -> CudaModule:
+    """The module for a GPU of this architecture and name. Raises UserError if the plan has none."""
+    for module in modules:
+        if module.arch == arch:
+            return module
+    held = " and ".join(module.arch for module in modules)
+    raise UserError(
+        f"this plan holds kernels for {held}, but this machine's {name} is {arch}: compile with --target {arch}"
+    )
