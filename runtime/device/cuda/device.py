@@ -112,11 +112,9 @@ class CudaDevice:
         tokens, sequences, rows = bucket.max_tokens, bucket.max_sequences, bucket.max_rows
         blocks = -(-self._layout.units(tokens, sequences, rows) // _LOAD_THREADS)
         calls = [self._call(launch) for launch in bucket.launches]
-        program = Program(self._gpu, self._stream, [self._load(min(blocks, _MOST_LOAD_BLOCKS)), *calls, self._finish()])
-        if not bucket.decode:
-            return _Bucket(bucket, program)
-        program.resize(tokens, sequences, rows)
-        return _Bucket(bucket, program, program.capture())
+        calls = [self._load(min(blocks, _MOST_LOAD_BLOCKS)), *calls, self._finish()]
+        program = Program(self._gpu, self._stream, calls, (tokens, sequences, rows))
+        return _Bucket(bucket, program, program.capture() if bucket.decode else None)
 
     def _load(self, blocks: int) -> Call:
         ring = (self._ring.address, self._layout.bytes, self.queue_depth, self._state)
@@ -133,9 +131,7 @@ class CudaDevice:
         cache = self.plan.caches[group]
         sizes = (len(cache.layers), self.pages[group], cache.page_bytes)
         copy = Call("a copy of a page", self._kernels.of_runtime("copy_pages"), (self._caches[group], *sizes, 0, 0))
-        program = Program(self._gpu, self._stream, [copy])
-        program.resize(1, 1, 1)
-        return program
+        return Program(self._gpu, self._stream, [copy])
 
     def _call(self, launch: Launch) -> Call:
         function: Function = self._kernels[launch.kernel]

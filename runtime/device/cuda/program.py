@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import InternalError
-from ...plan import DimArg
+from ...plan import CudaKernel, DimArg, TensorMap
 from .driver import Gpu, call, error_text
 from .kernels import Function
 
@@ -33,10 +33,11 @@ class Program:
     """Launches in order.
 
     An argument is a cell of 8 bytes, of which a kernel reads as many as its parameter has: little-endian whole numbers
-    and addresses fill all, a float the first four.
+    and addresses fill all, a float the first four. Tensor maps lie elsewhere.
     """
 
-    def __init__(self, gpu: Gpu, stream: Any, calls: Sequence[Call]) -> None:
+    def __init__(self, gpu: Gpu, stream: Any, calls: Sequence[Call], bounds: tuple[int, int, int] = (1, 1, 1)) -> None:
+        """`bounds` are the largest T, S and R."""
         self._gpu, self._stream, self.calls = gpu, stream, tuple(calls)
         counts = [len(each.args) for each in calls]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(int).tolist()
@@ -46,14 +47,18 @@ class Program:
         for each, start in zip(calls, starts, strict=False):
             for index, arg in enumerate(each.args, start):
                 self._set(index, arg)
+        self._launches: list[tuple[Any, Any, int]] = []
+        self.size = (0, 0, 0)
         address = self._cells.ctypes.data
         self._pointers = address + 8 * np.arange(starts[-1] + 1, dtype=np.uint64)
         self._init_grids(starts)
+        self.resize(*bounds)
+        self._maps = [self._map(start, each) for start, function in self._functions(starts) for each in function.maps]
         self._launches = [
             (self._config(each.function), each.function.handle, self._pointers.ctypes.data + 8 * start)
             for each, start in zip(calls, starts, strict=False)
         ]
-        self.size = (0, 0, 0)
+        self._set_grids()
 
     def _set(self, index: int, arg: int | float | DimArg) -> None:
         if isinstance(arg, DimArg):
@@ -77,8 +82,35 @@ class Program:
         for row, (cells, _) in enumerate(axes):
             self._factors[row, : len(cells)] = cells
         self._divisors = np.array([axis.divisor for _, axis in axes], np.int64)
+        self._times = np.array([axis.times for _, axis in axes], np.int64)
         most = self._gpu.multiprocessors
         self._limits = np.array([most if axis.persistent else 2**31 - 1 for _, axis in axes], np.int64)
+
+    def _functions(self, starts: Sequence[int]) -> Iterator[tuple[int, CudaKernel]]:
+        for each, start in zip(self.calls, starts, strict=False):
+            yield start, each.function.kernel
+
+    def _map(self, start: int, each: TensorMap) -> Any:
+        """Make an argument a tensor map, for the number of rows that is set."""
+        driver, at = self._gpu.driver, start + each.argument
+        rows, columns = int(self._cells[start + each.rows]), int(self._cells[start + each.columns])
+        numbers, sizes = driver.cuuint64_t, driver.cuuint32_t
+        found = call(
+            driver.cuTensorMapEncodeTiled,
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            int(self._cells[at]),
+            [numbers(columns), numbers(rows)],
+            [numbers(2 * columns)],
+            [sizes(64), sizes(each.box)],
+            [sizes(1), sizes(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        self._pointers[at] = found.getPtr()
+        return found
 
     def _config(self, function: Function) -> Any:
         driver, kernel = self._gpu.driver, function.kernel
@@ -103,9 +135,12 @@ class Program:
             cells, factors = self._dims[name]
             if cells:
                 self._cells[cells] = np.multiply(factors, value)
-        blocks = -(-self._cells[self._factors].prod(axis=1) // self._divisors)
+        self._set_grids()
+
+    def _set_grids(self) -> None:
+        blocks = self._times * -(-self._cells[self._factors].prod(axis=1) // self._divisors)
         grids = np.minimum(blocks, self._limits).reshape(-1, 3).tolist()
-        for (config, _, _), grid in zip(self._launches, grids, strict=True):
+        for (config, _, _), grid in zip(self._launches, grids, strict=False):
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
 
     def set_argument(self, launch: int, index: int, value: int) -> None:

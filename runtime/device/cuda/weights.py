@@ -117,9 +117,7 @@ class Weights:
                 key = weight_key(plan, name)
                 args = (self.address(name), at_keep, at_value, entry.bytes, 0, period, key % 2**64, key >> 64)
                 calls.append(Call(f"weight {name}", fill, args))
-        program = Program(gpu, stream, calls)
-        program.resize(1, 1, 1)
-        program.launch()
+        Program(gpu, stream, calls).launch()
         call(gpu.driver.cuStreamSynchronize, stream)
         gpu.free(block)
 
