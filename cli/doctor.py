@@ -51,7 +51,7 @@ def command(as_json: bool) -> None:
 
 def examine() -> list[Finding]:
     """Everything there is to say."""
-    return [*_python(), *_machine(), *_compilers(), *_packages(), *_settings()]
+    return [*_python(), *_machine(), *_gpus(), *_compilers(), *_packages(), *_settings()]
 
 
 def _python() -> list[Finding]:
@@ -92,6 +92,16 @@ def _processor() -> list[Finding]:
 def _memory() -> list[Finding]:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [Finding("machine", "memory", f"{available_memory() / 2**30:.1f} GiB available of {total / 2**30:.1f} GiB")]
+
+
+def _gpus() -> list[Finding]:
+    """GPUs that plans can run on. That there are none is no problem on a machine without them."""
+    from ..runtime.device.cuda.driver import list_gpus
+
+    try:
+        return [Finding("gpu", f"GPU {index}", text) for index, text in enumerate(list_gpus())]
+    except UserError as error:
+        return [Finding("gpu", "GPU", f"none: {error}")]
 
 
 def _compilers() -> list[Finding]:
