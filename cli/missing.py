@@ -49,7 +49,7 @@ def find_missing(
     from ..compiler.pass_ import run_passes
     from ..compiler.weights_pack import resolve_encodings
     from ..models.capture import MissingPartsError, capture
-    from ..models.source import open_model
+    from ..models.source import open_model, quantization_problem
     from ..passes.pipelines import pipeline
     from ..passes.quantization import Quantization
 
@@ -72,8 +72,9 @@ def find_missing(
         missing = [f"{chosen.name} has no kernel for {blocker}" for blocker in error.blockers]
     except UserError as error:
         missing = [str(error)]
-    if getattr(opened.config, "quantization_config", None) is not None:
-        missing.append("its checkpoint is quantized in a way that is not supported; use the original or a GGUF file")
+    problem = quantization_problem(opened.config)
+    if problem is not None:
+        missing.append(f"its checkpoint {problem}")
     return Missing(opened.name, opened.config.model_type, chosen.name, tuple(missing), dict(understood))
 
 

@@ -128,7 +128,19 @@ def _quantized(directory: Path, config: PretrainedConfig) -> Quantized:
     block = _field(found, "weight_block_size") or BLOCK
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise UserError(f"{directory.name}/config.json has weight_block_size {shown(block)}, expected two sizes")
-    return Quantized((block[0], block[1]), zero_offset=0 if format_ == "gptq_v2" else 1)
+    return Quantized((block[0], block[1]), zero_offset=0 if _stored_format(found) == "gptq_v2" else 1)
+
+
+def quantization_problem(config: PretrainedConfig) -> str | None:
+    """Why the weights of a quantized checkpoint can't be read; None if they can, or are not quantized."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method, format_ = str(_field(found, "quant_method") or "unknown"), _stored_format(found)
+    if format_.startswith(_FORMATS.get(method, ())):
+        return None
+    named = shown(method) + (f" as {shown(format_)}" if method in _FORMATS else "")
+    return f"is quantized by {named}, which is not supported; use the original or a GGUF"
 
 
 _FORMATS: Mapping[str, tuple[str, ...]] = {

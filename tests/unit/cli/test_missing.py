@@ -108,8 +108,19 @@ def test_a_model_that_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFix
     assert "understood: 4 norms" in text
 
 
-def test_quantized_checkpoints_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ""),
+        ({"quant_method": "fp8"}, ""),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "is quantized by 'gptq' as 'marlin'"),
+        ({"quant_method": "bitsandbytes"}, "is quantized by 'bitsandbytes'"),
+    ],
+)
+def test_quantized_checkpoints(
+    config: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, found = explain(write_config(tmp_path, "llama", quantization_config=config), capsys)
-    assert code == 2
-    assert [sentence for sentence in found["missing"] if "checkpoint is quantized" in sentence]
+    assert code == (2 if problem else 0)
+    assert [sentence for sentence in found["missing"] if problem in sentence] == found["missing"]
+    assert bool(found["missing"]) == bool(problem)
