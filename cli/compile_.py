@@ -16,7 +16,7 @@ from .driver import compile as compile_model
 from .missing import find_missing, print_missing
 from .progress import Phases, TerminalPhases
 from .requirements import Requirements, requirements, sentences
-from .roofline import read_bandwidth, seconds_per_token
+from .roofline import H200, read_bandwidth, seconds_per_token
 from .units import size
 
 SHOWN_NOTES = 4
@@ -195,7 +195,7 @@ def summarize(path: Path, plan: Plan, phases: Phases) -> Summary:
         weight_bytes=plan.memory.weights,
         activation_bytes=plan.memory.arena,
         kv_bytes_per_token=plan.kv_bytes_per_token,
-        estimated_seconds_per_token=seconds_per_token(plan, read_bandwidth()),
+        estimated_seconds_per_token=seconds_per_token(plan, H200.bandwidth if plan.modules else read_bandwidth()),
         requirements=requirements(plan),
         seconds={name: round(value, 3) for name, value in phases.seconds.items()},
         notes=notes,
@@ -204,13 +204,14 @@ def summarize(path: Path, plan: Plan, phases: Phases) -> Summary:
 
 def print_summary(summary: Summary, plan: Plan) -> None:
     """The summary for people."""
+    place = "on an H200" if plan.modules else "here"
     for name, value in (
         ("ops", f"{summary.captured_ops} captured, {summary.fused_ops} after fusion"),
         ("kernels", f"{summary.kernels}, in {summary.launches} launches a step"),
         ("weights", size(summary.weight_bytes)),
         ("activations", size(summary.activation_bytes)),
         ("KV cache", f"{size(summary.kv_bytes_per_token)} a token"),
-        ("estimate", f"{summary.estimated_seconds_per_token * 1e3:.1f} ms a token here, if memory is the limit"),
+        ("estimate", f"{summary.estimated_seconds_per_token * 1e3:.1f} ms a token {place}, if memory is the limit"),
         *(("needs", sentence) for sentence in sentences(summary.requirements, plan)),
         ("time", ", ".join(f"{name.lower()} {value:.1f} s" for name, value in summary.seconds.items())),
         ("plan", summary.plan),

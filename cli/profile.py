@@ -16,7 +16,7 @@ from ..runtime.options import EngineOptions
 from ..runtime.plan import Plan
 from ..runtime.step import ROW, Int32, StepBatch
 from .inspect.layers import without_layer
-from .roofline import Machine, this_machine
+from .roofline import Machine, machine_of
 from .workload import StepSize, work
 
 
@@ -58,7 +58,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     """
     plan = read_plan(directory)
     size = size.of(plan)
-    program, machine = size.bucket(plan).launches, this_machine()
+    program, machine = size.bucket(plan).launches, machine_of(plan)[0]
     device = open_device(directory, plan, options)
     try:
         step = make_step(device, size)
@@ -76,7 +76,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
         digest=plan.content_digest,
         isa=device.isa,
         threads=times.shape[1] - 1,
-        machine=machine.best(this_machine()),
+        machine=machine.best(machine_of(plan)[0]),
         size=size,
         runs=runs,
         seconds=sum(each.seconds for each in launches),

@@ -20,20 +20,20 @@ class Requirements(msgspec.Struct, frozen=True):
     """Bytes and bytes a second; compare with what `toolkit doctor` finds on a machine."""
 
     instruction_set: str
-    """The lowest one that the plan has code for."""
+    """The lowest one that the plan has code for, or all its GPU architectures."""
     memory: int
     """Weights, activations, tables and the cache of one sequence of the longest length."""
     memory_full_batch: int
     """The same with the cache of `max_batch` such sequences: more than this is never used."""
     bandwidth: float
     """Bytes a second that must be read for 10 tokens a second at batch 1."""
-    available: int
-    """What this machine has now."""
+    available: int | None
+    """What this machine has now; None if the memory must be a GPU's."""
 
     @property
     def fits(self) -> bool:
         """Whether this machine has the memory."""
-        return self.memory <= self.available
+        return self.available is None or self.memory <= self.available
 
 
 def requirements(plan: Plan) -> Requirements:
@@ -43,36 +43,38 @@ def requirements(plan: Plan) -> Requirements:
     sequence = sum(cost * -(-plan.model.max_context // tokens) for cost, tokens in pages)
     trash = sum(len(each.layers) * each.page_bytes for each in plan.caches)
     return Requirements(
-        instruction_set=plan.libraries[0].isa,
+        instruction_set=plan.target if plan.modules else plan.libraries[0].isa,
         memory=fixed + trash + sequence,
         memory_full_batch=fixed + trash + plan.max_batch * sequence,
         bandwidth=_READING * seconds_per_token(plan, 1.0),
-        available=available_memory(),
+        available=None if plan.modules else available_memory(),
     )
 
 
 def sentences(found: Requirements, plan: Plan) -> Iterator[str]:
     """The requirements for people."""
     context = plan.model.max_context
+    names = found.instruction_set.split(",")
+    machine = f"{' or '.join(names)} GPU" if plan.modules else f"{found.instruction_set} CPU"
     yield (
-        f"an {found.instruction_set} CPU and {size(found.memory)} of memory for one sequence of {context} tokens, "
+        f"an {machine} and {size(found.memory)} of memory for one sequence of {context} tokens, "
         f"{size(found.memory_full_batch)} for {plan.max_batch}"
     )
     yield f"{size(found.bandwidth)}/s of memory bandwidth for {_READING} tokens a second at batch 1"
-    if not found.fits:
+    if found.available is not None and not found.fits:
         yield (
             f"this machine has {size(found.available)} available, {size(found.memory - found.available)} too little"
-            + (_smaller(plan, found))
+            + (_smaller(plan, found, found.available))
         )
 
 
-def _smaller(plan: Plan, found: Requirements) -> str:
+def _smaller(plan: Plan, found: Requirements, available: int) -> str:
     """Which number of bits a weight would fit, if any does."""
     count = sum(math.prod(weight.shape) for weight in plan.weights.values())
     rest = found.memory - plan.memory.weights
     for bits, name in ((8.5, "int8"), (4.5, "int4")):
         needed = int(count * bits / 8) + rest
-        if needed < found.memory and needed <= found.available:
+        if needed < found.memory and needed <= available:
             return f": --quant {name} would need {size(needed)}"
     smallest = int(count * 4.5 / 8) + rest
     return f": even --quant int4 would need {size(smallest)}" if smallest < found.memory else ""

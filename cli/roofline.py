@@ -41,6 +41,16 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
 
+H200 = Machine(bandwidth=4.572e12, arithmetic=785e12, integer=1570e12)
+"""What kernels of an NVIDIA H200 were measured to reach: reading memory, and multiplying bfloat16 matrices. 8-bit codes
+count twice, by its data sheet."""
+
+
+def machine_of(plan: Plan) -> tuple[Machine, str]:
+    """What bounds a plan's launches, and what it is called: this machine, or for GPUs an H200."""
+    return (H200, "an H200") if plan.kind == "cuda" else (this_machine(), "this machine")
+
+
 def this_machine() -> Machine:
     """This machine, measured in a moment.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..kernels_templates.catalog import ArgSpec, KernelSpec
-from ..kernels_templates.registry import FAMILIES
+from ..kernels_templates.registry import families
 from ..kernels_templates.render import arguments
 from ..runtime.errors import UserError
 from ..runtime.plan import Arg, Bucket, CacheArg, CacheResource, ConstArg, DimArg, Launch, Plan, WeightArg
@@ -41,7 +41,7 @@ class StepSize(msgspec.Struct, frozen=True):
     def bucket(self, plan: Plan) -> Bucket:
         """The launch program that runs such a step. Raises UserError if the plan has none."""
         for bucket in plan.buckets:
-            if self.rows <= bucket.max_tokens and self.batch <= min(bucket.max_sequences, bucket.max_rows):
+            if bucket.fits(self.rows, self.batch, self.batch):
                 return bucket
         largest = plan.buckets[-1]
         raise UserError(
@@ -63,7 +63,7 @@ class Work(msgspec.Struct, frozen=True):
 def named_args(plan: Plan, launch: Launch) -> list[tuple[ArgSpec, Arg]]:
     """A launch's arguments with what the catalog says of each; nothing, if it has no such kernel any more."""
     kernel = plan.kernels[launch.kernel]
-    family = FAMILIES.get(kernel.family)
+    family = families(plan.kind).get(kernel.family)
     if family is None or not family.params.keys() <= kernel.params.keys():
         return []
     specs = arguments(family, KernelSpec(kernel.family, kernel.params))
@@ -96,7 +96,7 @@ def _attention(plan: Plan, launch: Launch, size: StepSize) -> Work:
     """Keys and values that the launch reads from a cache: two multiplications and additions a value and query head."""
     args = {spec.name: arg for spec, arg in named_args(plan, launch)}
     match plan.kernels[launch.kernel].family, args.get("cache"), args.get("heads"):
-        case "attention", CacheArg(group=group), ConstArg(value=heads):
+        case "attention" | "attention_decode" | "attention_prefill", CacheArg(group=group), ConstArg(value=heads):
             cache = plan.caches[group]
         case _:
             return Work(0, 0)

@@ -46,7 +46,7 @@ def make_plan(
 ) -> Plan:
     """The plan of what was compiled."""
     largest = max(programs, key=lambda program: program.arena)
-    caches = largest.lowered.caches
+    caches, several = largest.lowered.caches, len(programs) > 1
     passes = tuple(msgspec.structs.replace(each, seconds=0.0) for each in report.passes)
     return Plan(
         format="toolkit-plan",
@@ -56,7 +56,9 @@ def make_plan(
         model=model,
         target=target,
         max_batch=bounds.max_sequences,
-        buckets=tuple(program.bucket for program in programs),
+        buckets=tuple(
+            msgspec.structs.replace(program.bucket, buffers=program.buffers if several else ()) for program in programs
+        ),
         kernels=dict(code.kernels),
         libraries=code.libraries,
         weights=dict(weights.entries),
@@ -66,8 +68,7 @@ def make_plan(
             arena=largest.arena,
             weights=sum(entry.bytes for entry in weights.entries.values()),
             host=host_bytes(bounds, caches),
-            buffers=largest.buffers,
-            bucket=largest.bucket.name if largest is not programs[0] else "",
+            buffers=() if several else largest.buffers,
         ),
         text=text,
         eos_token_ids=eos_token_ids,

@@ -92,8 +92,7 @@ def _problems(plan: Plan, root: Path) -> Iterator[str]:
 
 
 def _file_problems(plan: Plan, root: Path) -> Iterator[str]:
-    sizes: list[tuple[str, int | None]] = [(library.file, library.bytes) for library in plan.libraries]
-    sizes += [(module.file, module.bytes) for module in plan.modules]
+    sizes: list[tuple[str, int | None]] = [(code.file, code.bytes) for code in plan.code]
     if plan.tuning is not None:
         sizes.append((plan.tuning.file, plan.tuning.bytes))
     sizes += [(weights.file, weights.bytes) for weights in plan.weight_files if not weights.random]

@@ -100,6 +100,16 @@ class Launch(_Record, frozen=True):
     """Floating-point or integer operations at T = 1."""
 
 
+class Buffer(_Record, frozen=True):
+    """One planned activation, for the memory map: alive from launch `first` to launch `last`, both included."""
+
+    value: str
+    offset: int
+    bytes: int
+    first: int
+    last: int
+
+
 class Bucket(_Record, frozen=True):
     """A launch program that serves every step within its limits."""
 
@@ -111,6 +121,8 @@ class Bucket(_Record, frozen=True):
     sample: tuple[Launch, ...]
     decode: bool = False
     """It serves only steps of one token a sequence, each sampled (T = S = R), which are padded to its limits."""
+    buffers: tuple[Buffer, ...] = ()
+    """Its own, if there are several buckets: they share the arena, one at a time."""
 
     def fits(self, tokens: int, sequences: int, rows: int) -> bool:
         """Whether it serves a step of that size."""
@@ -282,16 +294,6 @@ class CacheResource(_Record, frozen=True):
         return len(self.layers) * self.page_bytes / self.page_tokens
 
 
-class Buffer(_Record, frozen=True):
-    """One planned activation, for the memory map: alive from launch `first` to launch `last`, both included."""
-
-    value: str
-    offset: int
-    bytes: int
-    first: int
-    last: int
-
-
 class MemoryPlan(_Record, frozen=True):
     """Bytes the plan needs besides the KV cache."""
 
@@ -300,8 +302,7 @@ class MemoryPlan(_Record, frozen=True):
     host: int
     """Step inputs, results and the runtime's own tables."""
     buffers: tuple[Buffer, ...] = ()
-    """Those of the bucket that needs the largest arena: `bucket` by name, the first one if that is ""."""
-    bucket: str = ""
+    """Of a plan with one bucket; several have their own."""
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -416,6 +417,15 @@ class Plan(_Record, frozen=True):
 
         bare = msgspec.structs.replace(self, digest="")
         return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
+
+    @property
+    def code(self) -> tuple[Library | CudaModule, ...]:
+        """The files of machine code."""
+        return (*self.libraries, *self.modules)
+
+    def buffers(self, bucket: Bucket) -> tuple[Buffer, ...]:
+        """The activations of a launch program."""
+        return bucket.buffers or self.memory.buffers
 
     @property
     def kind(self) -> TargetKind:

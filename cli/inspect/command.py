@@ -13,7 +13,7 @@ from ...runtime.plan import Plan
 from ...runtime.tuning import read_tuning
 from ..options import as_json, step_size
 from ..profile import Profile, read_profile
-from ..roofline import this_machine
+from ..roofline import machine_of
 from ..units import size as size_text
 from ..workload import StepSize
 from .examine import Inspection, examine
@@ -75,7 +75,7 @@ def command(
     if other is not None:
         from .diff import compare, print_changes
 
-        changes = compare(found, read_plan(other), this_machine(), size)
+        changes = compare(found, read_plan(other), machine_of(found)[0], size)
         if as_json:
             click.echo(msgspec.json.encode(changes))
         else:
@@ -113,7 +113,7 @@ def _profile(directory: Path, plan: Plan, file: Path | None, size: StepSize) -> 
 def _examine(directory: Path, plan: Plan, profile: Profile | None, size: StepSize) -> Inspection:
     tuning = read_tuning(directory / plan.tuning.file) if plan.tuning is not None else None
     if profile is None:
-        return examine(plan, this_machine(), size, tuning=tuning)
+        return examine(plan, machine_of(plan)[0], size, tuning=tuning)
     return examine(plan, profile.machine, profile.size, profile=profile, tuning=tuning)
 
 

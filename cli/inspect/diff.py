@@ -55,7 +55,8 @@ def compare(before: Plan, after: Plan, machine: Machine, size: StepSize) -> list
 
 def _sections(plan: Plan, machine: Machine, size: StepSize) -> Iterator[tuple[str, Facts]]:
     inspection = examine(plan, machine, size)
-    launches, memory = plan.buckets[0].launches, plan.memory
+    bucket, memory = size.of(plan).bucket(plan), plan.memory
+    launches = bucket.launches
     yield "model", _flat(plan.model)
     yield "options", _scalars(plan) | _prefixed((bucket.name, _scalars(bucket)) for bucket in plan.buckets)
     yield "text", _flat(plan.text) if plan.text is not None else {}
@@ -72,7 +73,7 @@ def _sections(plan: Plan, machine: Machine, size: StepSize) -> Iterator[tuple[st
             "arena bytes": memory.arena,
             "weights bytes": memory.weights,
             "host bytes": memory.host,
-            "activations": len(memory.buffers),
+            "activations": len(plan.buffers(bucket)),
         },
     )
     groups = ((f"group {number}", _flat(cache)) for number, cache in enumerate(plan.caches))
@@ -90,8 +91,7 @@ def _sections(plan: Plan, machine: Machine, size: StepSize) -> Iterator[tuple[st
 
 
 def _files(plan: Plan) -> Facts:
-    hashes: Facts = {library.file: library.sha256 for library in plan.libraries}
-    hashes |= {weights.file: weights.sha256 for weights in plan.weight_files}
+    hashes: Facts = {file.file: file.sha256 for file in (*plan.code, *plan.weight_files)}
     return hashes if plan.tuning is None else hashes | {plan.tuning.file: plan.tuning.sha256}
 
 

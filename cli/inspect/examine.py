@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ...kernels_templates.catalog import KernelSpec
-from ...runtime.plan import CacheResource, Choice, Kernel, Library, MemoryPlan, Model, PassReport, Plan
+from ...runtime.plan import (
+    Buffer,
+    CacheResource,
+    Choice,
+    CudaModule,
+    Kernel,
+    Library,
+    MemoryPlan,
+    Model,
+    PassReport,
+    Plan,
+)
 from ...runtime.tuning import Race, Tuning
 from ..profile import Profile
 from ..requirements import Requirements, requirements
@@ -58,6 +69,20 @@ class OpSum(msgspec.Struct, frozen=True):
         return self.seconds if self.measured is None else self.measured
 
 
+class Resources(msgspec.Struct, frozen=True):
+    """What a CUDA kernel takes of a multiprocessor."""
+
+    arch: str
+    threads: int
+    """A block."""
+    registers: int
+    """A thread."""
+    shared: int
+    """Bytes a block."""
+    spilled: int
+    """Bytes of registers kept in memory, a thread."""
+
+
 class KernelReport(msgspec.Struct, frozen=True):
     """A kernel, how often the program calls it, and whose code it is."""
 
@@ -73,6 +98,8 @@ class KernelReport(msgspec.Struct, frozen=True):
     """C++ where there is none."""
     races: list[Race]
     """The races that the choices rest on."""
+    resources: list[Resources] = []
+    """On each GPU architecture."""
 
 
 class WeightSum(msgspec.Struct, frozen=True):
@@ -117,8 +144,11 @@ class Inspection(msgspec.Struct, frozen=True):
     measured: float | None
     """All launches together, each measured on its own."""
     memory: MemoryPlan
+    buffers: tuple[Buffer, ...]
+    """Activations of the step."""
     kernels: list[KernelReport]
     libraries: tuple[Library, ...]
+    modules: tuple[CudaModule, ...]
     weights: list[WeightSum]
     caches: list[CacheSum]
     kv_bytes_per_token: float
@@ -161,8 +191,10 @@ def examine(
         seconds=sum(launch.seconds for launch in launches),
         measured=None if profile is None else profile.seconds,
         memory=plan.memory,
+        buffers=plan.buffers(size.bucket(plan)),
         kernels=_kernels(plan, launches, tuning),
         libraries=plan.libraries,
+        modules=plan.modules,
         weights=_weights(plan),
         caches=[_cache(cache) for cache in plan.caches],
         kv_bytes_per_token=plan.kv_bytes_per_token,
@@ -223,10 +255,20 @@ def _kernels(plan: Plan, launches: Sequence[LaunchReport], tuning: Tuning | None
             _measured(uses[name]),
             kernel.choices,
             _races(kernel, tuning),
+            _resources(plan, name),
         )
         for name, kernel in plan.kernels.items()
     ]
     return sorted(reports, key=lambda report: (report.family, report.name))
+
+
+def _resources(plan: Plan, name: str) -> list[Resources]:
+    found = ((module.arch, module.kernels.get(name)) for module in plan.modules)
+    return [
+        Resources(arch, each.threads, each.registers, each.shared + each.static_shared, each.spilled)
+        for arch, each in found
+        if each is not None
+    ]
 
 
 def _races(kernel: Kernel, tuning: Tuning | None) -> list[Race]:

@@ -12,7 +12,7 @@ import jinja2
 import msgspec
 
 from ...kernels_templates.catalog import ArgSpec
-from ...kernels_templates.registry import FAMILIES
+from ...kernels_templates.registry import families
 from ...runtime.plan import ArenaArg, Arg, Buffer, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
 from ..profile import Profile
 from ..requirements import sentences
@@ -40,7 +40,7 @@ class WeightKind(msgspec.Struct, frozen=True):
 def render_page(plan: Plan, inspection: Inspection, profile: Profile | None) -> str:
     """One self-contained page about a plan and a step of it."""
     program = inspection.size.bucket(plan).launches
-    live = live_bytes(plan.memory.buffers, len(program))
+    live = live_bytes(inspection.buffers, len(program))
     return (
         _environment()
         .get_template("page.html.j2")
@@ -116,7 +116,7 @@ def _script_json(data: Mapping[str, Any]) -> str:
 def _script_data(plan: Plan, inspection: Inspection, program: Sequence[Launch], live: list[int]) -> dict[str, Any]:
     """What the graph, the timeline, the memory map and the details are drawn from; long lists are tables of rows."""
     numbers = {name: number for number, name in enumerate(plan.kernels)}
-    colors = _colors(inspection)
+    colors, known = _colors(inspection), families(plan.kind)
     return {
         "launches": _table(
             ("op", "kernel", "args", "barrier", "bytes", "flops", "seconds", "memoryBound", "measured", "occupancy"),
@@ -143,7 +143,7 @@ def _script_data(plan: Plan, inspection: Inspection, program: Sequence[Launch], 
                 "color": colors.get(kernel.family, _COLORS),
                 "params": params_text(kernel.params),
                 "epilogue": kernel.params.get("epilogue", ""),
-                "doc": FAMILIES[kernel.family].doc if kernel.family in FAMILIES else "",
+                "doc": known[kernel.family].doc if kernel.family in known else "",
                 "args": _arg_names(plan, program, name),
             }
             for name, kernel in plan.kernels.items()
@@ -161,7 +161,7 @@ def _script_data(plan: Plan, inspection: Inspection, program: Sequence[Launch], 
         ),
         "buffers": _table(
             ("value", "offset", "bytes", "first", "last"),
-            ((each.value, each.offset, each.bytes, each.first, each.last) for each in plan.memory.buffers),
+            ((each.value, each.offset, each.bytes, each.first, each.last) for each in inspection.buffers),
         ),
         "caches": [{"layers": cache.layers, "dtype": cache.dtype, "window": cache.window} for cache in plan.caches],
         "live": live,

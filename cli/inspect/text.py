@@ -9,7 +9,7 @@ from ...runtime.plan import Buffer, Plan
 from ..console import report_console
 from ..requirements import sentences
 from ..units import duration
-from .examine import Inspection, KernelReport, LaunchReport, OpSum, params_text
+from .examine import Inspection, KernelReport, LaunchReport, OpSum, Resources, params_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +63,7 @@ def _print_launches(console: Console, data: Inspection, every_launch: bool) -> N
         + (f", {data.time * 1e3:.2f} ms measured one by one" if measured else "")
         + f"[/]  [dim]{size.batch} sequences × {size.tokens} new tokens, context {size.context}; "
         f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.arithmetic / 1e9:.0f} GFLOP/s, "
-        f"8 bits {machine.integer / 1e9:.0f} GOP/s[/]"
+        f"8 bits {machine.integer / 1e9:.0f} GOP/s{', measured on an H200' if data.modules else ''}[/]"
     )
     table = _table(
         "op", "launches", "MiB read", "µs", *(("measured", "roofline") if measured else ()), "share", "bound"
@@ -90,7 +90,7 @@ def _print_memory(console: Console, data: Inspection) -> None:
     table.add_row("weights", _mib(memory.weights), "")
     for weight in data.weights:
         table.add_row(f"  {weight.encoding} in {weight.layout}", _mib(weight.bytes), f"{weight.count} tensors")
-    table.add_row("activations", _mib(memory.arena), f"{len(memory.buffers)} buffers share them")
+    table.add_row("activations", _mib(memory.arena), f"{len(data.buffers)} buffers share them")
     table.add_row("host", _mib(memory.host), "")
     table.add_row(
         "KV cache, 1000 tokens", _mib(1000 * data.kv_bytes_per_token), f"{data.kv_bytes_per_token:.0f} B a token"
@@ -104,9 +104,9 @@ def _print_memory(console: Console, data: Inspection) -> None:
 
 def _print_map(console: Console, data: Inspection) -> None:
     memory = data.memory
-    if memory.buffers:
+    if data.buffers:
         console.print("\n[bold]Activations[/]  [dim]bytes down, launches across[/]")
-        console.print(memory_map(memory.buffers, memory.arena))
+        console.print(memory_map(data.buffers, memory.arena))
 
 
 def _mib(size: float) -> str:
@@ -141,11 +141,14 @@ def _print_kernels(console: Console, data: Inspection) -> None:
     console.print(table)
     for library in data.libraries:
         console.print(f"{library.file}: {library.isa}, {library.bytes / 1024:.0f} KiB", style="dim")
+    for module in data.modules:
+        console.print(f"{module.file}: {module.arch}, {module.bytes / 1024:.0f} KiB", style="dim")
 
 
 def describe_code(kernel: KernelReport) -> str:
-    """Whose code runs: a line a race with the winner's time and then the others', else a line a choice."""
-    lines = []
+    """Whose code runs: a line a race with the winner's time and then the others', else a line a choice; of a CUDA
+    kernel what it takes on each architecture."""
+    lines = [_resources_text(each) for each in kernel.resources]
     for race in kernel.races:
         others = ", ".join(f"{name} {duration(each)}" for name, each in race.seconds.items() if name != race.chosen)
         won = f"{race.isa}, {_rows_text(race.rows)}: {race.chosen} {duration(race.seconds[race.chosen])}"
@@ -153,6 +156,13 @@ def describe_code(kernel: KernelReport) -> str:
     if not lines:
         lines = [f"{each.isa}, up to {_rows_text(each.rows)}: {each.generator}" for each in kernel.choices]
     return "\n".join(lines) or "C++"
+
+
+def _resources_text(each: Resources) -> str:
+    spilled = f", {each.spilled} B spilled" if each.spilled else ""
+    return (
+        f"{each.arch}: {each.threads} threads, {each.registers} registers, {each.shared / 1024:.3g} KiB shared{spilled}"
+    )
 
 
 def _rows_text(rows: int) -> str:

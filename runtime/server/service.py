@@ -203,5 +203,5 @@ async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerato
 
 def fingerprint(plan: Plan) -> str:
     """Names the backend: equal for equal weights and kernels, as `system_fingerprint` wants it."""
-    parts = sorted([file.sha256 for file in plan.weight_files] + [library.sha256 for library in plan.libraries])
+    parts = sorted(file.sha256 for file in (*plan.weight_files, *plan.code))
     return "fp_" + hashlib.sha256("".join(parts).encode()).hexdigest()[:10]
