@@ -117,6 +117,10 @@ class Workspace:
         """The ops that read a value."""
         return [self._ops[key] for key in self._users.get(value.name, ())]
 
+    def is_output(self, value: Value) -> bool:
+        """Whether a value is an output of the graph."""
+        return value in self._outputs
+
     def only_user(self, value: Value, *kinds: str) -> Op | None:
         """The one op that reads a value, if there is exactly one, of one of the kinds, and it is no graph output."""
         users = self.users(value)

@@ -25,11 +25,13 @@ class Canonicalize(Rewriting):
             Rule("reshape|slice|cast(x)", "x, if its type is the same", _same_type),
             Rule("reshape(reshape(x))", "reshape(x)", _reshape),
             Rule("transpose(x)", "x, if no axis moves", _same_order),
+            Rule("transpose(x)", "reshape(x), if only axes of size 1 move", _moved_ones),
             Rule("transpose(inner:transpose(x))", "transpose(x)", _transpose),
             Rule("slice(inner:slice(x))", "slice(x), along one axis", _slice),
             Rule("slice(inner:concat(*parts))", "slice(part), if it lies within one", _slice_of_concat),
             Rule("concat(x)", "x", _forward),
             Rule("concat(first:slice(x), *rest)", "slice(x), if all are adjacent slices of it", _concat),
+            Rule("add(product:linear!(*_), bias)", "linear with that bias, if it has none", _bias),
             Rule("add|sub(x)", "x, if it is x + 0 or x - 0", _neutral_sum),
             Rule("mul|div(x)", "x, if it is x * 1 or x / 1", _neutral_product),
             Rule("mul(rows:embedding!(table, ids))", "embedding(table, ids), scaled", _scaled),
@@ -52,6 +54,15 @@ def _reshape(match: Match) -> Replacement:
 def _same_order(match: Match) -> Replacement | None:
     perm = ints_attr(match.op.attrs, "perm")
     return _forward(match) if perm == tuple(range(len(perm))) else None
+
+
+def _moved_ones(match: Match) -> Replacement | None:
+    shape = match["x"].type.shape
+    kept = [axis for axis in ints_attr(match.op.attrs, "perm") if shape[axis] != 1]
+    if kept != sorted(kept):
+        return None
+    sizes = tuple(-1 if isinstance(size, Sym) else size for size in match.op.output.type.shape)
+    return Replacement((make_op("reshape", [match["x"]], [match.op.output.name], {"shape": sizes}, match.op.source),))
 
 
 def _transpose(match: Match) -> Replacement:
@@ -93,6 +104,16 @@ def _concat(match: Match) -> Replacement | None:
     first = match.labeled("first")
     attrs = {**first.attrs, "stop": end}
     return Replacement((make_op("slice", first.inputs, [match.op.output.name], attrs, match.op.source),))
+
+
+def _bias(match: Match) -> Replacement | None:
+    linear, bias = match.labeled("product"), match["bias"]
+    if linear.attrs["has_bias"] or linear.attrs["epilogue"] or match.work.param(bias) is None:
+        return None
+    if bias.type.shape != linear.output.type.shape[-1:]:
+        return None
+    attrs = {**linear.attrs, "has_bias": True}
+    return Replacement((make_op("linear", (*linear.inputs, bias), [match.op.output.name], attrs, linear.source),))
 
 
 def _neutral_sum(match: Match) -> Replacement | None:

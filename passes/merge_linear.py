@@ -101,10 +101,17 @@ def _join(values: Sequence[Value], work: Workspace, name: str) -> Param:
     for param in params:
         for piece in param.recipe.pieces:
             whole = len(param.recipe.pieces) == 1 and piece.stop is None
-            pieces.append(replace(piece, stop=piece.start + _rows(param.value.type)) if whole else piece)
+            _append(pieces, replace(piece, stop=piece.start + _rows(param.value.type)) if whole else piece)
     shape = (sum(_rows(value.type) for value in values), *values[0].type.shape[1:])
     value = Value(work.fresh(f"{values[0].name}.{name}"), replace(values[0].type, shape=shape))
     return Param(value, Recipe(tuple(pieces), params[0].recipe.encoding))
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Add a piece, as part of the last one if it goes on with that one's rows."""
+    if pieces and replace(pieces[-1], start=piece.start, stop=piece.stop) == piece and pieces[-1].stop == piece.start:
+        piece = replace(piece, start=pieces.pop().start)
+    pieces.append(piece)
 
 
 def _rows(type_: TensorType) -> int:

@@ -23,6 +23,7 @@ from .quantization import Quantization
 from .quantize_weights import QuantizeWeights
 from .reassociate import Reassociate
 from .rope_kv_write import FuseRopeKvWrite
+from .split_linear import SplitLinear
 
 LEVELS: Mapping[int, str] = {
     0: "only what lowering needs",
@@ -57,6 +58,7 @@ def _fuse(encoding_of: EncodingOf) -> tuple[Pass, ...]:
     also quantize its result on CPU, and reads the sum anyway on a GPU.
     """
     return (
+        SplitLinear(),
         MergeLinear(encoding_of),
         Canonicalize(),
         FuseRopeKvWrite(),

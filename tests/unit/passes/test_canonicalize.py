@@ -39,6 +39,15 @@ CASES: dict[str, tuple[Step, list[str]]] = {
     "reshape back": (lambda b, x: b.op("reshape", b.op("reshape", x, shape=(-1, 3, 4)), shape=(-1, 12)), []),
     "reshape twice": (_reshaped, ["reshape"]),
     "transpose back": (lambda b, x: b.op("transpose", b.op("transpose", x, perm=(1, 0)), perm=(1, 0)), []),
+    "transpose of ones": (
+        lambda b, x: b.op("transpose", b.op("reshape", x, shape=(1, -1, 12)), perm=(1, 0, 2)),
+        ["reshape"],
+    ),
+    "bias": (lambda b, x: b.op("add", b.op("linear", x, b.param("w", (3, 12))), b.param("bias", (3,))), ["linear"]),
+    "no bias": (
+        lambda b, x: b.op("add", b.op("linear", x, b.param("w", (3, 12))), b.param("c", (1,))),
+        ["linear", "add"],
+    ),
     "transpose twice": (_turned, ["reshape", "transpose"]),
     "slice of all": (lambda b, x: b.op("slice", x, axis=1, start=0, stop=12), []),
     "slice of slice": (

@@ -32,6 +32,7 @@ from toolkit.passes.quantization import Quantization
 from toolkit.passes.quantize_weights import QuantizeWeights
 from toolkit.passes.reassociate import Reassociate
 from toolkit.passes.rope_kv_write import FuseRopeKvWrite
+from toolkit.passes.split_linear import SplitLinear
 from toolkit.runtime.encodings import BFLOAT16
 
 PAGE = Path(__file__).parents[3] / "docs" / "passes.md"
@@ -52,6 +53,11 @@ Every level gives a plan that works; `-O3` is the default. Levels 0 to 2 do the 
 Most passes are tables of rules (`compiler/rewrite.py`). A rule has a pattern of ops (`compiler/pattern.py`), a function
 that makes their replacement, and what it means if the function refuses: that becomes a note in the plan's report, which
 `compile` and `inspect` print. What matches no pattern is no near miss, and makes no note.
+
+Two fusions that one might look for are not made, as measured ([Performance](performance.md)). An argmax in the head's
+epilogue: every sampled token comes with its log-probability and the check that all logits are finite, which need all
+logits. On CPU a norm as a prologue of the linear layer behind it: each thread would repeat what the norm's kernel does
+once, codes included. A weight is decoded within the linear layer that reads it.
 
 Each section says what the pass expects and what it guarantees, lists its rules, and shows a graph before and after it.
 This page is written by `TOOLKIT_UPDATE_DOCS=1 pytest tests/unit/passes/test_docs.py`; the test suite fails when it is
@@ -110,6 +116,14 @@ def quantize_weights(b: GraphBuilder) -> Value:
 def insert_caches(b: GraphBuilder) -> Value:
     q, k, v = (b.input(name, "float32", (T, heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
     return b.op("attention", q, k, v, layer=3, scale=0.25, window=128, name="y", source=Source("layers.3.attn"))
+
+
+def split_linear(b: GraphBuilder) -> Value:
+    heads = b.op("reshape", b.op("linear", _x(b), _w(b, "qkv", 96, 64), name="qkv"), shape=(-1, 2, 48), name="heads")
+    starts = (("q", 0), ("k", 16), ("v", 32))
+    q, k, v = (b.op("slice", heads, axis=2, start=at, stop=at + 16, name=name) for name, at in starts)
+    cache = b.op("kv_write", k, v, b.cache(0, 2, 16, 16), name="cache0.next")
+    return b.op("paged_attention", q, cache, layer=0, scale=0.25, kv_heads=2, value_dim=16, name="y")
 
 
 def merge_linear(b: GraphBuilder) -> Value:
@@ -171,6 +185,7 @@ EXAMPLES: tuple[tuple[Pass, Callable[[GraphBuilder], Value]], ...] = (
     (EarlyRows(), early_rows),
     (QuantizeWeights(Quantization.parse("int4")), quantize_weights),
     (InsertCaches(), insert_caches),
+    (SplitLinear(), split_linear),
     (MergeLinear(lambda tensor: BFLOAT16), merge_linear),
     (FuseRopeKvWrite(), rope_kv_write),
     (FuseAddNorm(), add_norm),

@@ -26,6 +26,7 @@ from toolkit.passes.linear_epilogue import FuseLinearEpilogue
 from toolkit.passes.merge_linear import MergeLinear
 from toolkit.passes.reassociate import Reassociate
 from toolkit.passes.rope_kv_write import FuseRopeKvWrite
+from toolkit.passes.split_linear import SplitLinear
 from toolkit.runtime.encodings import FLOAT32, INT8, Encoding
 from toolkit.runtime.errors import UserError
 
@@ -169,6 +170,54 @@ def test_reductions_over_other_columns_stay_apart() -> None:
     outcome = FuseReductions().run(b.build(heads))
     assert [op.kind for op in outcome.graph.ops] == ["softmax", "mul"]
     assert "broadcasting ['T', '2', '4'], ['2', '1'] within rows" in outcome.notes[0]
+
+
+# --- interleaved queries, keys and values -----------------------------------------------------------------------------
+
+
+def interleaved(shape: tuple[int, ...], axis: int, sizes: tuple[int, int, int], overlap: int = 0) -> Graph:
+    """Attention of slices of a reshaped linear layer, along an axis, of some sizes each."""
+    b = GraphBuilder()
+    weight, bias = b.param("w", (96, 4)), b.param("b", (96,))
+    product = b.op("linear", b.input("x", "float32", (T, 4)), weight, bias, has_bias=True)
+    whole, parts, start = b.op("reshape", product, shape=(-1, *shape)), list[Value](), 0
+    for size in sizes:
+        part = b.op("slice", whole, axis=axis, start=start, stop=start + size)
+        parts.append(b.op("reshape", part, shape=(-1, size if axis == 1 else 2, 16)))
+        start += size - overlap
+    heads = sizes[1] if axis == 1 else 2
+    cache = b.op("kv_write", *parts[1:], b.cache(0, heads, 16, 16))
+    return b.build(b.op("paged_attention", parts[0], cache, layer=0, scale=0.25, kv_heads=heads, value_dim=16))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "sizes", "pieces"),
+    [
+        ((2, 48), 2, (16, 16, 16), ["0:16 48:64", "16:32 64:80", "32:48 80:96"]),
+        ((2, 3, 16), 2, (1, 1, 1), ["0:16 48:64", "16:32 64:80", "32:48 80:96"]),
+        ((6, 16), 1, (4, 1, 1), ["0:64", "64:80", "80:96"]),
+    ],
+)
+def test_interleaved_queries_keys_and_values_become_layers_over_rows(
+    shape: tuple[int, ...], axis: int, sizes: tuple[int, int, int], pieces: list[str]
+) -> None:
+    graph = interleaved(shape, axis, sizes)
+    result = SplitLinear()(graph)
+    assert find_difference(graph, result) == ""
+    for name in ("w", "b"):
+        params = [param.recipe.pieces for param in result.params if param.recipe.pieces[0].tensor == name]
+        assert [" ".join(f"{piece.start}:{piece.stop}" for piece in each) for each in params] == pieces
+    merged = MergeLinear(lambda tensor: FLOAT32)(result)
+    assert find_difference(graph, merged) == ""
+    assert [op.kind for op in merged.ops].count("linear") == 1
+    assert SplitLinear()(merged) == merged
+
+
+def test_slices_that_overlap_stay() -> None:
+    graph = interleaved((6, 16), 1, (4, 2, 2), overlap=1)
+    outcome = SplitLinear().run(graph)
+    assert (outcome.graph, outcome.matches) == (graph, 0)
+    assert outcome.notes == ("paged_attention: queries, keys and values are not taken apart: they overlap",)
 
 
 # --- linear epilogue --------------------------------------------------------------------------------------------------
