@@ -33,6 +33,7 @@ from toolkit.runtime.errors import InternalError
 BANDWIDTH, RATE = 4.5e12, 780e12
 """Bytes and operations a second of an H200 at best."""
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 8192)
+MULTIPROCESSORS = 132
 POOL = 3 << 30
 """Bytes of weights."""
 HALF: Mapping[str, ParamValue] = {"real": "bfloat16", "has_bias": False, "extra1": "", "extra2": ""}
@@ -81,21 +82,31 @@ def chosen(layer: Layer, rows: int) -> KernelSpec:
 def candidates(layer: Layer, rows: int) -> Iterator[KernelSpec]:
     """Every sensible tile."""
     fit = next((size for size in (8, 16, 32, 64, 128, 256) if rows <= size), 256)
-    for tile_rows in {fit, 128} if fit == 256 else {fit}:
-        for columns in (64, 128, 256):
-            if columns * tile_rows > 256 * 128:
+    for tile_rows in {fit, min(fit, 128)} if rows <= 256 else {128}:
+        few = tile_rows < 64
+        for columns in range(32 if layer.gated else 16, 257, 32 if layer.gated else 16):
+            if columns * max(tile_rows, 64) > 256 * 128 or (rows > 256 and columns < 128):
                 continue
-            tiles = -(-layer.columns // columns) * -(-rows // tile_rows)
             for split in (1, 2, 4, 8):
-                if split > 1 and (tiles * split > 800 or layer.inner // split < 256):
+                blocks = -(-layer.columns // columns) * -(-rows // tile_rows) * split
+                if not 60 <= blocks <= (300 if split > 1 else 20000) or layer.inner // split < 256:
                     continue
-                stage = (columns + tile_rows) * 128
-                for budget in (50_000, 74_000, 110_000, 220_000):
-                    stages = budget // stage
-                    if 3 <= stages <= 12:
-                        sizes: dict[str, ParamValue] = {"tile_rows": tile_rows, "tile_columns": columns}
-                        sizes |= {"split": split, "stages": stages}
-                        yield kernel_of(layer, "linear_skinny" if tile_rows <= 32 else "linear_tiled", sizes)
+                even = blocks / (MULTIPROCESSORS * -(-blocks // MULTIPROCESSORS))
+                if (even < 0.9 and columns not in {64, 128, 256}) or (blocks > 1000 and columns < 64):
+                    continue
+                for budget in (74_000, 110_000, 220_000) if few else (110_000, 220_000):
+                    for depth in (64, 128, 256) if few else (64,):
+                        stages = min(budget // ((columns + tile_rows) * depth * 2), 32 if few else 12)
+                        stages -= stages % 2 if few else 0
+                        steps = -(-layer.inner // depth // split)
+                        if (
+                            stages >= (4 if few else 3)
+                            and (stages <= steps or budget == 74_000)
+                            and (columns * depth <= 8192 or depth == 64)
+                        ):
+                            sizes: dict[str, ParamValue] = {"tile_rows": tile_rows, "tile_columns": columns}
+                            sizes |= {"split": split, "stages": stages, "depth": depth}
+                            yield kernel_of(layer, "linear_skinny" if few else "linear_tiled", sizes)
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -199,7 +210,8 @@ def launcher(gpu: Gpu, spec: KernelSpec, values: Mapping[str, int]) -> Callable[
 
 def blocks(axis: Axis, values: Mapping[str, int]) -> int:
     """Thread blocks along an axis."""
-    return axis.times * -(-prod(values[name] for name in axis.factors) // axis.divisor)
+    count = axis.times * -(-prod(values[name] for name in axis.factors) // axis.divisor)
+    return min(count, MULTIPROCESSORS) if axis.persistent else count
 
 
 def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
@@ -282,7 +294,7 @@ def cublas(layer: Layer, rows: int) -> float | None:
 
 def report(layer: Layer, rows: int, spec: KernelSpec, microseconds: float) -> dict[str, Any]:
     """One line of the results."""
-    tile = {name: spec.params.get(name) for name in ("tile_rows", "tile_columns", "split", "stages")}
+    tile = {name: spec.params.get(name) for name in ("tile_rows", "tile_columns", "split", "stages", "depth")}
     seconds = microseconds * 1e-6
     return {
         "model": layer.model,
@@ -314,6 +326,8 @@ def main() -> None:
             if gpu is None:
                 for spec in specs:
                     compile_kernel(spec, "sm90")
+                continue
+            if not specs:
                 continue
             lines = [report(layer, rows, spec, measure(gpu, layer, rows, spec)) for spec in specs]
             found += lines

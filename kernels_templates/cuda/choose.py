@@ -8,6 +8,9 @@ _SAME = {"float16": "f16", "bfloat16": "bf16"}
 """The encoding that tensor cores multiply activations of a type with."""
 
 
+_MULTIPROCESSORS = 132
+
+
 def choose_linear(
     rows: int, *, columns: int, inner: int, real: str, encoding: str, gated: bool
 ) -> tuple[str, dict[str, ParamValue]]:
@@ -16,18 +19,45 @@ def choose_linear(
     """
     if _SAME.get(real) != encoding or inner % 8:
         return "linear_exact", {"real": real, "encoding": encoding}
-    tile_rows = next((size for size in (8, 16, 32, 64, 128, 256) if rows <= size), 256)
-    tile_columns = 64 if tile_rows <= 64 else 128
-    if tile_rows >= 128 and _tiles(rows, tile_rows) * _tiles(columns, tile_columns) < 100:
-        tile_rows, tile_columns = 128, 64
-    tiles = _tiles(rows, tile_rows) * _tiles(columns, tile_columns)
-    split = next((split for split in (1, 2, 4) if tiles * split >= 120 or inner / split <= 512), 8)
-    # Two blocks on a multiprocessor, or one that has all of its shared memory.
-    shared = 220_000 if tile_rows == 256 or (tile_rows == 128 and tiles * split <= 200) else 110_000
-    stages = min(12, shared // ((tile_rows + tile_columns) * 128))
-    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages}
-    return "linear_skinny" if tile_rows <= 32 else "linear_tiled", {"real": real, **sizes}
+    tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    if rows <= 32:
+        tile_columns, split, shared = _few(columns, inner, tile_rows)
+    else:
+        tile_columns, split = _many(rows, columns, inner)
+        shared = 220_000 if split <= 2 else 110_000
+    steps = _up(inner, 64 * split)
+    stages = max(4, min(32 if rows <= 32 else 12, shared // ((tile_rows + tile_columns) * 128), steps))
+    stages -= stages % 2 if rows <= 32 else 0
+    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": 64}
+    return "linear_skinny" if rows <= 32 else "linear_tiled", {"real": real, **sizes}
 
 
-def _tiles(size: int, tile: int) -> int:
-    return -(-size // tile)
+def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int]:
+    """Columns of a tile, split of K and bytes of shared memory where reading the weight is all: every multiprocessor
+    should read as much, one block each with all of its shared memory, or two.
+    """
+    tiles = _up(columns, 64)
+    if 2 * _MULTIPROCESSORS < tiles <= 6 * _MULTIPROCESSORS:  # too few for an even share of small ones
+        if tile_rows <= 16:
+            return 32 * _up(columns, 64 * _MULTIPROCESSORS), 1, 106_000
+        return min(256, 32 * _up(columns, 32 * _MULTIPROCESSORS)), 1, 212_000
+    split = next((split for split in (1, 2, 4) if tiles * split >= 96 or inner <= 512 * split), 8)
+    return 64, split, 212_000 if split <= 2 and tiles * split <= _MULTIPROCESSORS else 106_000
+
+
+def _many(rows: int, columns: int, inner: int) -> tuple[int, int]:
+    """Columns of a tile and split of K where the rows fill a tile or more: an even number of tiles for every
+    multiprocessor."""
+    row_tiles = _up(rows, 64 if rows <= 64 else 128)
+    if row_tiles == 2 and inner >= 8192 and columns <= 64 * _MULTIPROCESSORS:
+        return 128, 2
+    rounds = _up(row_tiles * columns, 256 * _MULTIPROCESSORS)
+    tile_columns = min(256, max(64, 32 * _up(row_tiles * columns, 32 * rounds * _MULTIPROCESSORS)))
+    tiles = row_tiles * _up(columns, tile_columns)
+    split = next((split for split in (4, 2) if tiles * split <= _MULTIPROCESSORS and inner >= 512 * split), 1)
+    return tile_columns, split
+
+
+def _up(size: int, part: int) -> int:
+    """Parts that hold that size."""
+    return -(-size // part)

@@ -10,9 +10,8 @@ from .basic import REALS
 _EXTRA = ("", "t", "n")
 _TENSOR: Mapping[str, tuple[ParamValue, ...]] = {
     "real": ("float16", "bfloat16"),
-    "tile_columns": (64, 128, 256),
+    "tile_columns": tuple(range(16, 257, 16)),
     "split": (1, 2, 4, 8),
-    "stages": tuple(range(2, 13)),
 }
 _COMMON: Mapping[str, tuple[ParamValue, ...]] = {
     "has_bias": BOOLS,
@@ -42,7 +41,7 @@ def _skinny(params: Mapping[str, ParamValue]) -> Grid:
 
 
 def _tiled(params: Mapping[str, ParamValue]) -> Grid:
-    rows, columns = (min(128, int(params[name])) for name in ("tile_rows", "tile_columns"))
+    rows, columns = (64 if int(params[name]) <= 64 else 128 for name in ("tile_rows", "tile_columns"))
     return Grid(256, Axis(("N",), columns), Axis(("rows",), rows), shared=4 * (rows + columns) * 32 * 2)
 
 
@@ -52,13 +51,20 @@ def _exact(params: Mapping[str, ParamValue]) -> Grid:
 
 def _wgmma(params: Mapping[str, ParamValue]) -> Grid:
     rows, columns, stages, split = (int(params[name]) for name in ("tile_rows", "tile_columns", "stages", "split"))
-    tiles, sums = stages * ((rows + columns) * 128 + 16), rows * (columns + 4) * 4
+    stage = (rows + columns) * int(params["depth"]) * 2 + 16
+    few, groups = rows < 64, 1 if rows == 64 else 2
+    spare = 1024 + (-columns % 64 * 128 if few else 0)  # for alignment, and products read the weight in 64 rows
+    if not few and split == 1:  # more blocks than tiles if the last rows are few: they have nothing to do
+        return Grid(
+            128 * groups + 32, Axis(("N", "rows"), columns * 16, persistent=True), shared=stages * stage + spare
+        )
+    sums = (groups if few else 1) * rows * (columns + 8) * 4
     return Grid(
-        threads=128 * min(2, columns // 64) + 32,
+        threads=128 * groups + 32,
         x=Axis(("N",), columns),
         y=Axis(("rows",), rows),
         z=Axis(times=split),
-        shared=max(tiles, sums) + 1024,
+        shared=max(stages * stage, sums) + spare,
         cluster=split,
     )
 
@@ -73,7 +79,7 @@ _WGMMA = Variant("cuda/linear_wgmma.cu.j2", _wgmma, _wgmma_tiles)
 SKINNY = Family(
     name="linear_skinny",
     template="cuda/linear_skinny.cu.j2",
-    params={"tile_rows": (8, 16, 32), **_TENSOR, **_COMMON},
+    params={"tile_rows": (8, 16, 32), "stages": tuple(range(4, 33, 2)), "depth": (64, 128, 256), **_TENSOR, **_COMMON},
     args=_ARGS,
     ops=("linear",),
     doc=_DOC + " At most `tile_rows` rows; K is a multiple of 8; the weight has the type `real`.",
@@ -85,7 +91,7 @@ SKINNY = Family(
 TILED = Family(
     name="linear_tiled",
     template="cuda/linear_tiled.cu.j2",
-    params={"tile_rows": (64, 128, 256), **_TENSOR, **_COMMON},
+    params={"tile_rows": (64, 128, 256), "stages": tuple(range(3, 13)), "depth": (64,), **_TENSOR, **_COMMON},
     args=_ARGS,
     ops=("linear",),
     doc=_DOC + " K is a multiple of 8; the weight has the type `real`.",

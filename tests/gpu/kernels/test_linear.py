@@ -45,28 +45,41 @@ def case(family: str, real: str, shape: Shape, gated: bool, **params: ParamValue
     close(value(found, real), expected, real)
 
 
-def tile(rows: int, columns: int, split: int, stages: int) -> dict[str, ParamValue]:
-    """Sizes of a kernel's tile."""
-    return {"tile_rows": rows, "tile_columns": columns, "split": split, "stages": stages}
+Tile = tuple[int, int, int, int]
+"""Columns, split, stages and depth."""
+
+
+def tile(rows: int, sizes: Tile) -> dict[str, ParamValue]:
+    """Parameters of a kernel's tile."""
+    return {"tile_rows": rows, **dict(zip(("tile_columns", "split", "stages", "depth"), sizes, strict=True))}
 
 
 @pytest.mark.parametrize("real", HALF)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("rows", "tile_rows"), [(1, 8), (8, 8), (9, 16), (17, 32), (32, 32)])
-@pytest.mark.parametrize("size", [(64, 256), (100, 8), (512, 2048), (322, 264)])
-def test_skinny(real: str, gated: bool, rows: int, tile_rows: int, size: tuple[int, int]) -> None:
-    case("linear_skinny", real, (rows, *size), gated, **tile(tile_rows, 64, 1, 5))
-    case("linear_skinny", real, (rows, *size), gated, **tile(tile_rows, 128, 4, 3))
+@pytest.mark.parametrize("shape", [(64, 256), (100, 8), (512, 2048), (322, 264)])
+def test_skinny(real: str, gated: bool, rows: int, tile_rows: int, shape: tuple[int, int]) -> None:
+    for sizes in ((64, 1, 6, 64), (128, 4, 4, 64), (16, 1, 8, 256), (224, 2, 4, 64)):
+        case("linear_skinny", real, (rows, *shape), gated, **tile(tile_rows, sizes))
 
 
 @pytest.mark.parametrize("real", HALF)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    "sizes", [(64, 64, 8, 4), (64, 128, 1, 3), (128, 128, 2, 4), (128, 256, 1, 4), (256, 128, 1, 4)]
+    ("rows", "sizes"),
+    [
+        (64, (96, 1, 4, 64)),
+        (64, (64, 8, 3, 64)),
+        (128, (224, 1, 4, 64)),
+        (128, (256, 1, 3, 64)),
+        (128, (64, 2, 5, 64)),
+        (256, (128, 1, 4, 64)),
+        (256, (96, 4, 3, 64)),
+    ],
 )
 @pytest.mark.parametrize("shape", [(33, 64, 256), (1, 100, 8), (300, 1026, 520), (128, 256, 64), (4500, 200, 72)])
-def test_tiled(real: str, gated: bool, sizes: tuple[int, int, int, int], shape: Shape) -> None:
-    case("linear_tiled", real, shape, gated, **tile(*sizes))
+def test_tiled(real: str, gated: bool, rows: int, sizes: Tile, shape: Shape) -> None:
+    case("linear_tiled", real, shape, gated, **tile(rows, sizes))
 
 
 @pytest.mark.parametrize("real", ENCODINGS)

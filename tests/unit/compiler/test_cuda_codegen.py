@@ -36,7 +36,7 @@ def kernels() -> dict[str, KernelSpec]:
         if "epilogue" in params:
             params |= dict.fromkeys(("extra2", "extra3", "extra4"), "")
         if "tile_rows" in params:  # those of the largest tile; some are for smaller ones
-            params |= {"tile_columns": 128, "split": 2, "stages": 4}
+            params |= {"tile_columns": 128, "split": 2, "stages": 4, "depth": 64}
         if family.name in ("pointwise", "reduction"):
             params |= {f"in{index}": FREE.get(f"in{index}", "") for index in range(8)}
         if family.name == "reduction":
