@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from ..compiler.targets import parse_kv_dtype, parse_target
-from ..runtime.errors import UserError
+from ..runtime.errors import InternalError, UserError
 from .driver import is_quantized, model_context, require_compile_extra
 
 NAMES = {"attention": "attention op", "norm": "norm", "rope": "rotation", "linear": "matrix product"}
@@ -70,7 +70,7 @@ def find_missing(
         missing, understood = list(error.problems), error.found
     except NoKernelError as error:
         missing = [f"{chosen.name} has no kernel for {blocker}" for blocker in error.blockers]
-    except UserError as error:
+    except (UserError, InternalError) as error:
         missing = [str(error)]
     problem = quantization_problem(opened.config)
     if problem is not None:

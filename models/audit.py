@@ -14,6 +14,13 @@ LISTED = 8
 """Most names in one sentence."""
 
 
+def other_parts(config: PreTrainedConfig) -> list[str]:
+    """A sentence if the configuration has parts for images or sound."""
+    text = config.get_text_config()
+    parts = [name for name in config.sub_configs if getattr(config, name, None) not in (None, text)]
+    return [f"parts beside the language model are not supported: {', '.join(sorted(parts))}"] if parts else []
+
+
 def find_missing(
     graph: Graph, config: PreTrainedConfig, hooks: Hooks, tensors: Mapping[str, str], has_weight: Callable[[str], bool]
 ) -> list[str]:
@@ -21,12 +28,13 @@ def find_missing(
 
     `hooks` were in the exported model; `tensors` are the checkpoint tensors of the model's parameters by name.
     """
-    count = getattr(config, "num_hidden_layers", 0)
+    text = config.get_text_config()
+    count = getattr(text, "num_hidden_layers", 0)
     return [
         *_attention(graph, count),
-        *_rotations(graph, config, hooks),
+        *_rotations(graph, text, hooks),
         *_norms(graph, hooks.norms),
-        *_feed_forward(graph, config, [f"{hooks.layers.path}.{index}." for index in range(count)]),
+        *_feed_forward(graph, text, [f"{hooks.layers.path}.{index}." for index in range(count)]),
         *_head(graph),
         *_weights(graph, set(tensors.values()), has_weight),
     ]
@@ -82,7 +90,7 @@ def _feed_forward(graph: Graph, config: PreTrainedConfig, layers: list[str]) -> 
     names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff")
     given = [getattr(config, name, None) for name in names]
     flat = [width for value in given for width in (value if isinstance(value, list) else [value])]
-    widths = {width for width in flat if isinstance(width, int)} or {4 * config.hidden_size}
+    widths = {width for width in flat if isinstance(width, int)} or {4 * getattr(config, "hidden_size", 0)}
     readers = [op.source.module for op in graph.ops if op.kind == "linear" and op.inputs[1].type.shape[1] in widths]
     lost = [layer.strip(".") for layer in layers if not any(module.startswith(layer) for module in readers)]
     if not lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 import warnings
 from collections import Counter
@@ -16,18 +17,22 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..compiler.ir import Graph
 from ..compiler.shapes import Bounds, Sym
-from ..runtime.errors import UserError, brief
+from ..runtime.errors import InternalError, UserError
 from .aten import HANDLERS
-from .audit import find_missing
+from .audit import find_missing, other_parts
 from .emitter import UNKNOWN, Emitter, LayersDiffer
 from .hooks import Hooks
+from .problems import error_text
 from .translate import WRAPPER, Operand, Positional, Traced, Translator, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LARGEST_REAL = 1 << 22
+"""Numbers in a tensor that a model may make on the CPU while it is built."""
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 13, 5
 """Sizes of the example inputs; the export treats them as unknown."""
 
@@ -44,9 +49,17 @@ def capture(
     Raises MissingPartsError, listing everything that is missing, if the architecture can't be captured.
     """
     try:
-        return _Capture(config, dtype, bounds, has_weight, stamp).graph()
-    except LayersDiffer:
-        return _Capture(config, dtype, bounds, has_weight, stamp=False).graph()
+        try:
+            return _Capture(config, dtype, bounds, has_weight, stamp).graph()
+        except LayersDiffer:
+            return _Capture(config, dtype, bounds, has_weight, stamp=False).graph()
+    except (UserError, InternalError):
+        raise
+    except Exception as error:
+        model = AutoModelForCausalLM._model_mapping[type(config)].__name__
+        raise InternalError(
+            f"capturing {model}, of type {config.model_type}, failed{_modeling_line(error)}: {error_text(error)}"
+        ) from error
 
 
 class MissingPartsError(UserError):
@@ -69,6 +82,8 @@ class _Capture:
         self.model = build_model(config, dtype)
         self.buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.hooks = Hooks(self.model, bounds.max_context, stamp=stamp)
+        for problem in other_parts(config):
+            self.hooks.problems.add(problem)
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         _fake(self.model, self.fakes)
         _untie(self.model, has_weight)
@@ -128,10 +143,13 @@ def _failure(error: Exception, entered: Sequence[str]) -> tuple[str, str]:
     """Why an export failed, and in which module: `entered` are the calls it was in."""
     if "Constraints violated" in str(error):
         return "the model can't be traced for any number of tokens: it computes with a fixed one, in a loop perhaps", ""
+    return f"the model can't be traced{_modeling_line(error)}: {error_text(error)}", entered[-1] if entered else ""
+
+
+def _modeling_line(error: Exception) -> str:
+    """Where in the modeling code an error happened, if it did there."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling_" in frame.filename]
-    line = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    reason = str(error).strip().partition("\n")[0]
-    return f"the model can't be traced{line}: {type(error).__name__}: {reason}", entered[-1] if entered else ""
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 # --- building and exporting -------------------------------------------------------------------------------------------
@@ -147,18 +165,31 @@ def build_model(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
         )
     make: Any = AutoModelForCausalLM.from_config
     try:
-        with warnings.catch_warnings(), init_empty_weights(include_buffers=False):
+        with warnings.catch_warnings(), init_empty_weights(include_buffers=False), _OnMeta():
             warnings.simplefilter("ignore")
             model: Any = make(copy.deepcopy(config), dtype=DTYPES[dtype], attn_implementation="eager")
+        model.tie_weights()
+        model.eval()
     except Exception as error:
-        reason = f"{type(error).__name__}: {brief(error)}"
         raise UserError(
-            f"transformers can't build a {config.model_type} model from this config.json: {reason}"
+            f"transformers can't build a {config.model_type} model from this config.json: {error_text(error)}"
         ) from error
-    model.tie_weights()
-    model.eval()
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+class _OnMeta(TorchFunctionMode):
+    """Large tensors that are made without numbers, as parameters are, are on meta from the start: else they would be
+    for a moment on the CPU, where there may be no room."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        where = {}
+        if function is torch.empty:
+            size = args[0] if args and isinstance(args[0], Sequence) else args
+            where = {"device": "meta"} if math.prod(size) > LARGEST_REAL else {}
+        return function(*args, **(kwargs or {}) | where)
 
 
 class _Step(nn.Module):

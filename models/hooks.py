@@ -56,7 +56,7 @@ class Hooks:
         self._modeling = _modeling_files(model)
         self._exchangeable = any(hasattr(module, REGISTRY) for module in self._modeling)
         if not self._exchangeable and not model._supports_sdpa:
-            self.problems.add(f"attention in {type(model).__name__} is not exchangeable")
+            self.problems.add(f"{type(model).__name__} computes attention itself, in no op that could be captured")
         self._replace_modules(model)
         self._replace_head(model)
 

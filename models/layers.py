@@ -80,7 +80,7 @@ class LayerHooks:
 
 def _layer_list(model: PreTrainedModel) -> str:
     """The path of the module list that holds the layers."""
-    count = getattr(model.config, "num_hidden_layers", None)
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = (path for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     return next(lists, "")
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from ..runtime.errors import brief
+
 SHOWN = 2
 """Places that a sentence names."""
+
+
+def error_text(error: Exception) -> str:
+    """An error of code that is not ours: its kind and the first line of its text."""
+    return f"{type(error).__name__}: {brief(str(error).strip().partition(chr(10))[0])}"
 
 
 class Problems:

@@ -13,6 +13,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -166,9 +167,12 @@ def _read_config(directory: Path) -> PretrainedConfig:
     values = read_json(path)
     kind = values.get("model_type")
     if not isinstance(kind, str) or not _is_causal_lm(kind):
-        raise UserError(
-            f"{directory.name}/config.json has model_type {shown(kind)}, which is no language model known here."
+        reason = (
+            "which is no language model of a decoder alone: others can't be compiled"
+            if kind in CONFIG_MAPPING
+            else f"which is no language model that transformers {transformers.__version__} knows"
         )
+        raise UserError(f"{directory.name}/config.json has model_type {shown(kind)}, {reason}; see `toolkit models`.")
     origin = f"{directory.name}/config.json"
     check_sizes(values, origin)
     with foreign_errors(f"{origin} is no valid {kind} config: {{}}"):

@@ -20,8 +20,8 @@ from torch import SymInt, Tensor, fx
 
 from ..compiler.ir import Source, Value
 from ..compiler.shapes import Dim, DType, Shape, Sym, TensorType
-from .emitter import Emitter
-from .problems import Problems
+from .emitter import Emitter, LayersDiffer
+from .problems import Problems, error_text
 from .rope import RopeHooks
 
 WRAPPER = "model"
@@ -188,7 +188,9 @@ class Translator:
                 return self.assume(node)
             result = self._call(node, args, kwargs)
             self._check(node, result)
-        except (Untranslatable, ValueError) as error:
+        except LayersDiffer:
+            raise
+        except Exception as error:
             self._report(node, error)
             return self.assume(node)
         return result
@@ -201,7 +203,8 @@ class Translator:
         if not inside and not follows:
             line = f" ({source.line})" if source.line else ""
             name = op_name(node).removeprefix("toolkit.")
-            self.problems.add(f"{name}{line} can't be translated: {error}", source.module)
+            reason = str(error) if isinstance(error, Untranslatable | ValueError) else error_text(error)
+            self.problems.add(f"{name}{line} can't be translated: {reason}", source.module)
 
     def assume(self, node: fx.Node) -> Any:
         """Something in place of a node that has no translation; None if not even its shape has one."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from toolkit.compiler.verify import find_problems
 from toolkit.models import capture as capturing
 from toolkit.models.audit import find_missing
 from toolkit.models.capture import capture
-from toolkit.runtime.errors import UserError
+from toolkit.runtime.errors import InternalError, UserError
 
 LENGTHS = (21, 5, 13)
 DEPENDING_ON_LENGTH = ("phi3 longrope", "llama dynamic rope")
@@ -209,7 +211,7 @@ _SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
     ("kind", "values", "reasons"),
     [
         ("mixtral", {"intermediate_size": 80, "num_key_value_heads": 2}, ["MixtralExperts"]),
-        ("bloom", {"n_layer": 2, "n_head": 4}, ["not exchangeable", "aten.baddbmm"]),
+        ("bloom", {"n_layer": 2, "n_head": 4}, ["computes attention itself", "aten.baddbmm"]),
         ("mamba", {"state_size": 8}, ["torch.export failed|aten|attention"]),
         ("bert", {"is_decoder": True}, ["aten.embedding .*integers computed from the positions"]),
     ],
@@ -336,6 +338,82 @@ def test_absent_tensors_are_listed() -> None:
 def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(UserError, match="expected dtype float32, bfloat16, float16, found 'int8'"):
         capture_now("llama", dtype="int8")
+
+
+class OddError(Exception):
+    """Has no text, or one of many lines."""
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OddError(), OddError("first\nsecond"), KeyError("x"), AssertionError(), StopIteration(), RecursionError("deep")],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [
+        (modeling_llama.LlamaMLP, "forward", "in model.layers.0.mlp"),
+        (modeling_llama.LlamaModel, "forward", "in model"),
+        (modeling_llama.LlamaAttention, "forward", "in model.layers.0.self_attn"),
+    ],
+)
+def test_a_model_that_fails_oddly_is_named(
+    owner: Any, name: str, place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, raising(error))
+    with pytest.raises(UserError, match="llama models can't be compiled yet") as raised:
+        capture_now("llama")
+    (problem,) = raised.value.problems  # type: ignore[attr-defined]
+    assert problem.startswith("the model can't be traced")
+    assert type(error).__name__ in problem
+    assert problem.endswith(place)
+    assert "\n" not in problem
+
+
+def test_a_translation_that_fails_oddly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capturing.HANDLERS, "aten.mul", raising(KeyError("x")))
+    with pytest.raises(
+        UserError, match=r"aten.mul \(modeling_llama.py:\d+\) can't be translated: KeyError: 'x', in model"
+    ):
+        capture_now("llama")
+
+
+@pytest.mark.parametrize("part", ["Hooks", "find_missing", "_fake", "Translator"])
+def test_faults_of_our_own_say_what_was_captured(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, part, raising(OddError("first\nsecond")))
+    with pytest.raises(InternalError, match=r"^capturing LlamaForCausalLM, of type llama, failed: OddError: first$"):
+        capture_now("llama")
+
+
+def test_models_with_more_than_a_decoder_are_explained() -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tiny_config("gemma3_text").to_dict(), "model_type": "gemma3_text"}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    with pytest.raises(UserError, match="parts beside the language model are not supported: vision_config"):
+        capture(config, dtype="float32", bounds=BOUNDS, has_weight=lambda name: True)
+
+
+def test_large_parameters_take_no_memory() -> None:
+    """Not even for a moment: the address space has room for a tenth of the model."""
+    program = """
+import resource
+from pathlib import Path
+from transformers import AutoConfig
+from toolkit.models.source import parameter_shapes
+sizes = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 1, "vocab_size": 200000}
+parameter_shapes(AutoConfig.for_model("llama", **sizes | {"hidden_size": 64}))
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20), resource.RLIM_INFINITY))
+assert parameter_shapes(AutoConfig.for_model("llama", **sizes))["lm_head.weight"] == (200000, 8192)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def test_nothing_is_left_behind() -> None:
