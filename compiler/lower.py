@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from ..kernels_templates import expression as ex
-from ..kernels_templates.catalog import ParamValue
+from ..kernels_templates.catalog import POINTWISE_INPUTS, ParamValue
 from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
 from ..kernels_templates.cuda.choose import choose_linear
 from ..kernels_templates.cuda.sample import sample_scratch
@@ -31,7 +31,7 @@ Rule = Callable[[Lowering, Op], None]
 
 MAX_EXTRAS = 4
 """Extra inputs of a linear layer's epilogue."""
-MAX_POINTWISE = 8
+MAX_POINTWISE = POINTWISE_INPUTS
 """Inputs of a pointwise kernel."""
 
 

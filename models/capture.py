@@ -56,10 +56,9 @@ def capture(
     except (UserError, InternalError):
         raise
     except Exception as error:
-        model = AutoModelForCausalLM._model_mapping[type(config)].__name__
-        raise InternalError(
-            f"capturing {model}, of type {config.model_type}, failed{_modeling_line(error)}: {error_text(error)}"
-        ) from error
+        models: Any = AutoModelForCausalLM._model_mapping
+        model = f"{models[type(config)].__name__}, of type {config.model_type},"
+        raise InternalError(f"capturing {model} failed{_modeling_line(error)}: {error_text(error)}") from error
 
 
 class MissingPartsError(UserError):

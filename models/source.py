@@ -169,7 +169,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
     if not isinstance(kind, str) or not _is_causal_lm(kind):
         reason = (
             "which is no language model of a decoder alone: others can't be compiled"
-            if kind in CONFIG_MAPPING
+            if isinstance(kind, str) and kind in CONFIG_MAPPING
             else f"which is no language model that transformers {transformers.__version__} knows"
         )
         raise UserError(f"{directory.name}/config.json has model_type {shown(kind)}, {reason}; see `toolkit models`.")

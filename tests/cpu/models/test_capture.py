@@ -28,6 +28,7 @@ from toolkit.compiler.ir import Graph
 from toolkit.compiler.shapes import Bounds, Sym
 from toolkit.compiler.verify import find_problems
 from toolkit.models import capture as capturing
+from toolkit.models.aten import HANDLERS
 from toolkit.models.audit import find_missing
 from toolkit.models.capture import capture
 from toolkit.runtime.errors import InternalError, UserError
@@ -378,7 +379,7 @@ def test_a_model_that_fails_oddly_is_named(
 
 
 def test_a_translation_that_fails_oddly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(capturing.HANDLERS, "aten.mul", raising(KeyError("x")))
+    monkeypatch.setitem(HANDLERS, "aten.mul", raising(KeyError("x")))
     with pytest.raises(
         UserError, match=r"aten.mul \(modeling_llama.py:\d+\) can't be translated: KeyError: 'x', in model"
     ):

@@ -130,8 +130,8 @@ def test_config_that_is_no_object(tmp_path: Path) -> None:
     assert "should be a JSON object, found list" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["hologram", None, "clip"])
-def test_unknown_model_type(tmp_path: Path, kind: str | None) -> None:
+@pytest.mark.parametrize("kind", ["hologram", None, "clip", "t5", ["llama"], {"llama": 1}, 3])
+def test_unknown_model_type(tmp_path: Path, kind: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     assert f"has model_type {kind!r}, which is no language model" in refused(tmp_path)
 
