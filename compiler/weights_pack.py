@@ -34,8 +34,9 @@ from .weights import LazyTensor, Piece, Recipe, TensorSource, TurnedTensor, kept
 FILE = "weights.safetensors"
 RANDOM_FILE = "random"
 """What the entries of random weights name; there is no such file."""
-CHUNK_BYTES = 32 << 20
-"""Float32 bytes of a chunk of rows. It has a multiple of `PANEL` rows, so that packed chunks join into the whole."""
+CHUNK_BYTES = 4 << 20
+"""Float32 bytes of a chunk of rows: what is made of it stays in the CPU's caches. It has a multiple of `PANEL` rows, so
+that packed chunks join into the whole."""
 
 
 def resolve_encodings(graph: Graph, source: TensorSource) -> Graph:
@@ -239,6 +240,9 @@ def _write(
     directory: Path,
     progress: Callable[[str, int, int], None] | None,
 ) -> PackedWeights:
+    # Once a block of this size was freed, glibc keeps smaller ones for the next chunk: to give each back to the system
+    # and touch it anew takes longer than the work on it.
+    np.empty(4 * CHUNK_BYTES, np.uint8)
     ordered = sorted(weights.items())
     sizes = {name: align(weight_bytes(weight)) for name, weight in ordered}
     header = _header(sizes)

@@ -132,7 +132,7 @@ def _pad_rows(array: Array) -> Array:
 def _pack_floats(array: EncodedArray) -> npt.NDArray[np.uint8]:
     data = _pad_rows(array.data)
     if array.encoding.kind == "bfloat16":
-        data = np.pad(data, ((0, 0), (0, data.shape[1] % 2)))
+        data = np.pad(data, ((0, 0), (0, 1))) if data.shape[1] % 2 else data
         data = np.ascontiguousarray(data).view(np.uint32)
     panels = data.reshape(-1, PANEL, data.shape[1]).transpose(0, 2, 1)
     return np.ascontiguousarray(panels).reshape(-1).view(np.uint8)

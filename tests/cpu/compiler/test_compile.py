@@ -202,7 +202,6 @@ def test_a_wrong_shape_is_refused(model_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"target": "sm90"}, "not built yet"),
         ({"target": "tpu"}, "unknown target"),
         ({"quant": "int3"}, "--quant expects"),
         ({"dtype": "int8"}, "--dtype must be"),
