@@ -14,10 +14,12 @@ from cpu.kernels.harness import Guarded, Kernel, aligned, assert_q8, isas, load_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.compiler.codegen.cpu import ISA_LEVELS, compile_object
 from toolkit.kernels_templates import expression as ex
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.reference import PagedCache
+from toolkit.kernels_templates.render import render
 from toolkit.runtime.plan import IsaName, KvDType
 from toolkit.runtime.step import ROW
 
@@ -157,6 +159,15 @@ def test_pointwise_broadcasts(shape: tuple[int, int], isa: IsaName) -> None:
         kernel(full, across, down, number, out.array, rows, width, threads=threads)
         out.check()
         np.testing.assert_allclose(out.array, across * full + (down[:, None] - number), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_parts_of_an_expression_are_computed_once() -> None:
+    """Fusion relies on it. Code that computes a part twice is longer."""
+    sizes = []
+    for expression in ("(mul (exp in0) (exp in0))", "(mul (exp in0) (exp (neg in0)))"):
+        spec = KernelSpec("pointwise", {"expr": expression, **{f"in{i}": "" if i else "t" for i in range(8)}})
+        sizes.append(compile_object(render(spec, "x86-64-v3"), ISA_LEVELS[0], spec.symbol).stat().st_size)
+    assert sizes[0] < sizes[1] - 100
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------

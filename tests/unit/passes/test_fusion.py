@@ -80,11 +80,23 @@ def test_values_that_others_read_are_not_computed_twice() -> None:
     assert fused(graph, FusePointwise()) == graph
 
 
-def test_a_value_used_twice_by_one_op_is_not_computed_twice() -> None:
+def test_a_value_that_branches_and_joins_again_is_one_expression() -> None:
     b = GraphBuilder()
     x = b.input("x", "float32", (T, 4))
     e = b.op("activation", x, kind="exp")
-    assert len(fused(b.build(b.op("mul", e, e)), FusePointwise()).ops) == 2
+    result = fused(b.build(b.op("mul", e, b.op("activation", e, kind="tanh"))), FusePointwise())
+    assert ops(result) == [("pointwise", "(mul (exp in0) (tanh (exp in0)))")]
+
+
+def test_the_length_of_an_expression_is_bounded() -> None:
+    b = GraphBuilder()
+    x = b.input("x", "float32", (T, 4))
+    for _ in range(12):
+        x = b.op("mul", x, b.op("activation", x, kind="tanh"))
+    outcome = FusePointwise().run(b.build(x))
+    assert len(outcome.graph.ops) == 2
+    assert all(len(str(op.attrs.get("expr", ""))) <= 2000 for op in outcome.graph.ops)
+    assert "characters long, more than 2000" in outcome.notes[0]
 
 
 def test_work_on_a_column_is_not_repeated_for_every_element() -> None:
