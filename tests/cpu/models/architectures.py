@@ -234,7 +234,8 @@ def sequences(case: str, lengths: Sequence[int], seed: int = 0) -> list[list[int
 @torch.no_grad()
 def reference_logits(case: str, tokens: Sequence[int], dtype: str = "float32") -> npt.NDArray[np.float32]:
     """Logits[n, V] of one sequence from the Hugging Face model."""
-    # A copy, since with dynamic RoPE it remembers the longest sequence.
-    model = copy.deepcopy(tiny_model(case) if dtype == "float32" else half_model(case))
+    model = tiny_model(case) if dtype == "float32" else half_model(case)
+    if str((getattr(tiny_config(case), "rope_parameters", None) or {}).get("rope_type")) in ("dynamic", "longrope"):
+        model = copy.deepcopy(model)  # it remembers the longest sequence
     logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits
     return logits[0].float().numpy()

@@ -161,7 +161,7 @@ def onnx(subject: Subject) -> None:
     assert (plan / "graph.onnx").read_bytes() == to_onnx(graph).SerializeToString()
     weights = from_source(open_model(str(subject.folder / "float32-model")).weights)
     written = to_onnx(graph, weights).SerializeToString()
-    session = import_module("onnxruntime").InferenceSession(written, providers=["CPUExecutionProvider"])
+    session = open_onnx(written)
     found = run_onnx(session, [(prompt, 0, len(prompt)) for prompt in subject.prompts], {})["logits"]
     close(log_softmax(found), np.concatenate(subject.expected))
     past, parts = dict[str, Array](), []
@@ -170,6 +170,15 @@ def onnx(subject: Subject) -> None:
         parts.append(outputs.pop("logits"))
         past = {name.replace("present", "past"): array for name, array in outputs.items()}
     close(log_softmax(np.concatenate(parts)), subject.expected[0])
+
+
+def open_onnx(model: bytes) -> Any:
+    """A session of one thread that runs the graph as it was written."""
+    onnxruntime = import_module("onnxruntime")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run_onnx(session: Any, parts: list[tuple[list[int], int, int]], past: Mapping[str, Array]) -> dict[str, Array]:
