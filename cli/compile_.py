@@ -43,7 +43,12 @@ class Summary(msgspec.Struct, frozen=True):
 
 @click.command("compile")
 @click.argument("model")
-@click.option("--target", default="cpu", show_default=True, help="What to compile for: cpu.")
+@click.option(
+    "--target",
+    default="cpu",
+    show_default=True,
+    help="What to compile for: cpu, or GPUs: sm80, sm86, sm89, sm90, or several.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The plan's directory.  [default: NAME-plan]")
 @click.option(
     "--quant",
@@ -72,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True):
     show_default=True,
     help="How the K/V cache is stored; int8 holds about twice the tokens of float16, which is usual.",
 )
-@click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64]")
+@click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64, 256 on GPUs]")
 @click.option("--max-context", type=int, help="Most tokens of a sequence.  [default: the model's, at most 8192]")
 @click.option("--weights", metavar="random[:SEED]", help="Random weights: MODEL needs only a config.json.")
 @click.option(

@@ -70,8 +70,8 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
     be used.
     """
     chosen, seed, wanted_kv = parse_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
-    generators = Generators.parse(generator, tuning)
     _check_options(chosen, generator=generator, tuning=tuning, deterministic=deterministic)
+    generators = Generators.parse(generator, tuning)
     if output is not None:
         check_output(Path(output), force=force)
     phases = progress or Phases()

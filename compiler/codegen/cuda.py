@@ -266,6 +266,7 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
         registers=compiled.registers,
         static_shared=compiled.shared,
         spilled=compiled.spilled,
+        pdl=arch == "sm90" and "depend();" in render_cuda(kernel, arch),
         maps=tuple(
             TensorMap(names.index(name), names.index(each.rows), names.index(each.columns), each.box)
             for name, each in tiles.items()

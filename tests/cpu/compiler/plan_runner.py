@@ -23,10 +23,13 @@ class PlanRunner:
 
     def __init__(self, directory: Path, threads: int = 2) -> None:
         self.plan = read_plan(directory)
-        self.device: Device = open_device(directory, self.plan, EngineOptions(memory=2 << 30, threads=threads))
+        self.device = self._open(directory, threads)
         self._context: dict[str, int] = {}
         self._pages: dict[str, list[list[int]]] = {}
         self._next = [1] * len(self.plan.caches)
+
+    def _open(self, directory: Path, threads: int) -> Device:
+        return open_device(directory, self.plan, EngineOptions(memory=2 << 30, threads=threads))
 
     def step(
         self, chunks: Sequence[tuple[str, Sequence[int]]], prompts: Mapping[str, int] | None = None

@@ -1,0 +1,309 @@
+"""A CUDA plan's launch programs, run by numpy in the place of a GPU: kernels by what the catalog says they mean.
+
+It takes every pointer from the plan's arguments as a GPU would, so a wrong buffer, offset, stride, weight or dimension
+gives wrong numbers. Activations must be float32, caches too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit.kernels_templates import expression as ex
+from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
+from toolkit.kernels_templates.packing import unpack
+from toolkit.kernels_templates.reference import PagedCache, attention
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.device.base import Ticket, find_bucket
+from toolkit.runtime.plan import ArenaArg, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
+from toolkit.runtime.step import StepBatch, StepResult
+
+Array = npt.NDArray[Any]
+PAGES = 40
+
+
+@dataclass(frozen=True)
+class RowsCache(PagedCache):
+    """Pages in the layout `kv-rows`: keys as values are, a row a token."""
+
+    @property
+    def keys(self) -> Array:
+        width = self.heads * self.page_tokens * self.key_dim
+        return self.data.view(np.float32)[:, :width].reshape(-1, self.heads, self.page_tokens, self.key_dim)
+
+    def write(self, k: Array, v: Array, slots: Array) -> None:
+        pages, tokens = slots // self.page_tokens, slots % self.page_tokens
+        self.keys[pages, :, tokens], self.values[pages, :, tokens] = k, v
+
+    def read(self, pages: Array, length: int) -> tuple[Array, Array]:
+        k = self.keys[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.key_dim)[:length]
+        return k, self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
+
+
+class NumpyDevice:
+    """As much of a `Device` as running steps takes."""
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
+        self.plan = plan
+        self.used: list[str] = []
+        """Names of the buckets that steps ran in."""
+        stored = {file.file: np.fromfile(directory / file.file, np.uint8) for file in plan.weight_files}
+        self._weights = {
+            name: unpack(each.layout, each.encoding, each.shape, _exactly(stored[each.file], each)).decode()  # type: ignore[arg-type]
+            for name, each in plan.weights.items()
+        }
+        self._caches = [
+            [
+                RowsCache.empty(
+                    PAGES,
+                    heads=cache.heads,
+                    key_dim=cache.key_dim,
+                    value_dim=cache.value_dim,
+                    page_tokens=cache.page_tokens,
+                    dtype=cache.dtype,
+                )
+                for _ in cache.layers
+            ]
+            for cache in plan.caches
+        ]
+
+    def submit(self, batch: StepBatch) -> Ticket:
+        bucket = find_bucket(self.plan, batch)
+        self.used.append(bucket.name)
+        arena: Array = np.full(self.plan.memory.arena // 4, np.nan, np.float32)
+        for launch in bucket.launches:
+            self._launch(launch, batch, arena)
+        return Ticket(len(self.used))
+
+    def wait(self, ticket: Ticket) -> StepResult:
+        return StepResult(np.zeros(0, np.void), np.zeros(0, np.int32), np.zeros(0, np.float32), 0.0)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _launch(self, launch: Launch, batch: StepBatch, arena: Array) -> None:
+        kernel = self.plan.kernels[launch.kernel]
+        specs = arguments(CUDA_FAMILIES[kernel.family], KernelSpec(kernel.family, kernel.params))
+        values = {spec.name: self._value(arg, batch, arena) for spec, arg in zip(specs, launch.args, strict=True)}
+        KERNELS[kernel.family](kernel.params, SimpleNamespace(**values), values)
+
+    def _value(self, arg: Any, batch: StepBatch, arena: Array) -> Any:
+        match arg:
+            case ArenaArg(offset=offset, bytes=size):
+                return arena[offset // 4 : (offset + size) // 4]
+            case WeightArg(name=name):
+                return self._weights[name]
+            case CacheArg(group=group, slot=slot):
+                return self._caches[group][slot]
+            case InputArg(name="page_stride", group=group):
+                return batch.pages[group].shape[1]
+            case InputArg(name=("slots" | "pages") as name, group=group):
+                return getattr(batch, name)[group]
+            case InputArg(name=name):
+                return getattr(batch, name, None)
+            case DimArg(name=name, factor=factor):
+                return factor * {"T": len(batch.tokens), "S": len(batch.context), "R": len(batch.rows)}[name]
+            case ConstArg(value=value):
+                return value
+
+
+def _exactly(data: Array, entry: Any) -> Array:
+    """A weight's bytes without what pads them to a multiple of 64."""
+    size = int(np.prod(entry.shape)) * {"float32": 4, "float16": 2, "bfloat16": 2}[entry.encoding.kind]
+    return data[entry.offset : entry.offset + size]
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+Params = Mapping[str, ParamValue]
+
+
+def _matrix(flat: Array, rows: int, width: int) -> Array:
+    return flat.reshape(-1)[: rows * width].reshape(rows, width)
+
+
+def _put(out: Array, values: Array) -> None:
+    out[: values.size] = values.reshape(-1)
+
+
+def _norm(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    x = _matrix(a.x, a.rows, a.W).astype(np.float64)
+    if "residual" in named:
+        x = x + _matrix(a.residual, a.rows, a.W)
+        _put(a.sum_out, x.astype(np.float32))
+    if p["kind"] == "layer":
+        x = x - x.mean(axis=1, keepdims=True)
+    if p["kind"] == "l2":
+        x = x / np.sqrt((x * x).sum(axis=1, keepdims=True) + a.eps)
+    else:
+        x = x / np.sqrt((x * x).mean(axis=1, keepdims=True) + a.eps)
+    row = np.arange(a.rows) % a.weight_rows
+    if "weight" in named:
+        x = x * (a.weight.reshape(a.weight_rows, a.W)[row] + a.offset)
+    if "bias" in named:
+        x = x + a.bias.reshape(a.weight_rows, a.W)[row]
+    _put(a.out, x)
+
+
+def _embedding(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    _put(a.out, a.scale * a.weight.reshape(a.V, a.W)[a.ids[: a.T]])
+
+
+def _take_rows(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    _put(a.out, _matrix(a.x, a.x.size // a.W, a.W)[a.rows["token"][: a.R]])
+
+
+def _spread(p: Params, named: Mapping[str, Any], rows: int, width: int) -> list[Array]:
+    """The inputs of an expression, as matrices that broadcast."""
+    shapes = {"t": (rows, width), "n": (1, width), "1": (rows, 1), "s": (1, 1)}
+    forms = [(f"in{index}", p.get(f"in{index}")) for index in range(8)]
+    return [_matrix(named[name], *shapes[str(form)]) for name, form in forms if form]
+
+
+def _pointwise(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    result = ex.evaluate(ex.parse(str(p["expr"])), _spread(p, named, a.rows, a.W))
+    _put(a.out, np.broadcast_to(result, (a.rows, a.W)))
+
+
+def _reduction(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    inputs = _spread(p, named, a.rows, a.W)
+    results = [ex.evaluate(body, inputs) for body in ex.parse_all(str(p["exprs"]))]
+    _put(a.out, np.broadcast_to(results[-1], (a.rows, 1 if p["column"] else a.W)))
+    if p["first_out"]:
+        _put(a.first, np.broadcast_to(results[0], (a.rows, a.W)))
+
+
+def _linear(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    product = _matrix(a.x, a.rows, a.K).astype(np.float64) @ a.weight.reshape(a.N, a.K).T
+    if "bias" in named:
+        product = product + a.bias
+    parts = np.split(product, 2, axis=1) if p["gated"] else [product]
+    width = parts[0].shape[1]
+    shapes = {"t": (a.rows, width), "n": (1, width)}
+    for index in range(1, 5):
+        if p[f"extra{index}"]:
+            parts.append(_matrix(named[f"extra{index}"], *shapes[str(p[f"extra{index}"])]).astype(np.float64))
+    result = ex.evaluate(ex.parse(str(p["epilogue"])), parts) if p["epilogue"] else product
+    _put(a.out, np.asarray(result))
+
+
+def _rotated(x: Array, cos: Array, sin: Array, style: ParamValue) -> Array:
+    """x[T, heads, dim] with the first 2 * cos.shape[1] columns rotated."""
+    half = cos.shape[1]
+    x, cos, sin = x.copy(), cos[:, None], sin[:, None]
+    first, second = (
+        (slice(0, half), slice(half, 2 * half))
+        if style == "half"
+        else (
+            slice(0, 2 * half, 2),
+            slice(1, 2 * half, 2),
+        )
+    )
+    one, two = x[..., first].copy(), x[..., second].copy()
+    x[..., first], x[..., second] = one * cos - two * sin, two * cos + one * sin
+    return x
+
+
+def _rope_table(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    rows = np.clip(a.lengths[: a.T] - a.first, 0, a.last)
+    angles = a.positions[: a.T, None].astype(np.float64) * a.frequencies.reshape(-1, a.W)[rows]
+    _put(a.out, a.scale * (np.cos if p["function"] == "cos" else np.sin)(angles))
+
+
+def _rope(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    size, half = int(p["head_dim"]), int(p["rotary"]) // 2
+    rows = np.lib.stride_tricks.as_strided(a.x, (a.T, a.heads * size), (4 * a.x_stride, 4))
+    cos, sin = _matrix(a.cos, a.T, half), _matrix(a.sin, a.T, half)
+    _put(a.out, _rotated(rows.reshape(a.T, a.heads, size), cos, sin, p["style"]))
+
+
+def _rope_kv_write(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    size, half = int(p["head_dim"]), int(p["rotary"]) // 2
+    heads = _matrix(a.qkv, a.T, (a.heads + 2 * a.kv_heads) * size).reshape(a.T, -1, size)
+    q, k, v = np.split(heads, [a.heads, a.heads + a.kv_heads], axis=1)
+    if p["qk_norm"]:
+        q, k = (_head_norm(p, a, x, w) for x, w in ((q, a.q_weight), (k, a.k_weight)))
+    if p["has_rope"]:
+        cos, sin = _matrix(a.cos, a.T, half), _matrix(a.sin, a.T, half)
+        q, k = (_rotated(x, cos, sin, p["style"]) for x in (q, k))
+    a.cache.write(k, v, a.slots[: a.T])
+    _put(a.out, q)
+
+
+def _head_norm(p: Params, a: Any, x: Array, weight: Array) -> Array:
+    x = x.astype(np.float64)
+    if p["qk_norm"] == "layer":
+        x = x - x.mean(axis=-1, keepdims=True)
+    weights = weight.reshape(-1, x.shape[-1]) if a.weight_stride else weight.reshape(1, -1)
+    return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + a.eps) * (weights + a.offset))
+
+
+def _kv_write(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    def rows(x: Array, stride: int, size: int) -> Array:
+        strided = np.lib.stride_tricks.as_strided(x, (a.T, a.kv_heads * size), (4 * stride, 4))
+        return strided.reshape(a.T, a.kv_heads, size)
+
+    k, v = rows(a.k, a.k_stride, int(p["key_dim"])), rows(a.v, a.v_stride, int(p["value_dim"]))
+    a.cache.write(k, v, a.slots[: a.T])
+
+
+def _attention(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    tokens = int(a.seq_start[a.S])
+    q = _matrix(a.q, tokens, a.heads * int(p["key_dim"])).reshape(tokens, a.heads, -1)
+    assert a.page_stride == a.pages.shape[1]
+    options = {name: named[name] for name in ("window", "softcap", "sinks", "slopes") if name in named}
+    _put(a.out, attention(q, a.cache, a.pages, a.seq_start, a.context, scale=a.scale, **options))
+
+
+def _copy(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    shape = (a.rows, a.width)
+    source = np.lib.stride_tricks.as_strided(a.x[a.x_offset :], shape, (4 * a.x_stride, 4))
+    np.lib.stride_tricks.as_strided(a.out[a.out_offset :], shape, (4 * a.out_stride, 4))[...] = source
+
+
+def _reduce(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    how: Mapping[str, Callable[..., Array]] = {"sum": np.sum, "mean": np.mean, "max": np.max}
+    _put(a.out, how[str(p["op"])](_matrix(a.x, a.rows, a.W), axis=1))
+
+
+def _softmax(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    x = _matrix(a.x, a.rows, a.W).astype(np.float64)
+    x = np.exp(x - x.max(axis=1, keepdims=True))
+    _put(a.out, x / x.sum(axis=1, keepdims=True))
+
+
+def _sample(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    """Writes the log-probabilities that rows ask for; draws nothing."""
+    logits = _matrix(a.logits, a.R, a.V).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    found = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
+    for row, address in enumerate(a.rows["logprobs"]):
+        ctypes.memmove(int(address), found[row].ctypes.data, found[row].nbytes)
+
+
+KERNELS: Mapping[str, Callable[[Params, Any, Mapping[str, Any]], None]] = {
+    "norm": _norm,
+    "embedding": _embedding,
+    "take_rows": _take_rows,
+    "pointwise": _pointwise,
+    "reduction": _reduction,
+    "linear_exact": _linear,
+    "rope_table": _rope_table,
+    "rope": _rope,
+    "rope_kv_write": _rope_kv_write,
+    "kv_write": _kv_write,
+    "attention_prefill": _attention,
+    "attention_decode": _attention,
+    "copy": _copy,
+    "reduce": _reduce,
+    "softmax": _softmax,
+    "sample": _sample,
+}

@@ -1,0 +1,193 @@
+"""CUDA plans are compiled without a GPU: what their launches compute, what they are given, what files hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.cli.tiny_plans import make_tiny_plan, no_modules
+
+from toolkit.cli.driver import compile as compile_model
+from toolkit.compiler.codegen.cuda import REGISTERS, SHARED_LIMITS
+from toolkit.compiler.lower import NoKernelError
+from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.cuda import runtime_kernels
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.errors import UserError
+from toolkit.runtime.load import read_plan
+from toolkit.runtime.plan import ArenaArg, CacheArg, ConstArg, DimArg, InputArg, Plan, WeightArg
+
+from .numpy_device import NumpyDevice
+from .plan_runner import PlanRunner
+from .test_compile import expected, make_model, sequences
+
+KINDS = ("llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "opt", "falcon")
+ROLES: Mapping[str, tuple[type, ...]] = {
+    "in": (ArenaArg, WeightArg),
+    "out": (ArenaArg,),
+    "scratch": (ArenaArg,),
+    "weight": (WeightArg,),
+    "cache": (CacheArg,),
+    "input": (InputArg,),
+    "dim": (DimArg, ConstArg),
+    "const": (ConstArg,),
+}
+"""What an argument of each role may be given."""
+
+
+class NumpyRunner(PlanRunner):
+    def _open(self, directory: Path, threads: int) -> Any:
+        self.numpy = NumpyDevice(directory, self.plan)
+        return self.numpy
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.compiler.codegen.cuda.build_modules", no_modules)
+
+
+# --- what launches compute --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_compute_the_model(kind: str, tmp_path: Path) -> None:
+    """Prompts in one step, a chunk at a time, and tokens one by one: every bucket gives what Hugging Face does."""
+    model = make_model(tmp_path / "model", kind)
+    plan = compile_model(
+        tmp_path / "model", target="sm90", dtype="float32", output=tmp_path / "plan", max_batch=4, max_context=64
+    )
+    runner = NumpyRunner(plan)
+    wanted = {name: (tokens, expected(model, tokens)) for name, tokens in sequences(model.config.vocab_size).items()}
+    seen = dict.fromkeys(wanted, 0)
+    for sizes in ({"a": 33, "b": 2}, {"a": 1, "b": 1, "c": 15}, {"a": 1, "b": 1, "c": 1}, {"c": 1}, {"a": 2, "c": 1}):
+        chunks = [(name, wanted[name][0][seen[name] : seen[name] + size]) for name, size in sizes.items()]
+        for (name, tokens), found in zip(chunks, runner.step(chunks), strict=True):
+            np.testing.assert_allclose(found, wanted[name][1][seen[name] : seen[name] + len(tokens)], atol=2e-4)
+            seen[name] += len(tokens)
+    assert runner.numpy.used == ["tokens[64]", "tokens[64]", "decode[4]", "decode[1]", "tokens[64]"]
+
+
+# --- what launches are given ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    folder = tmp_path_factory.mktemp("half")
+    return read_plan(make_tiny_plan(folder, "gemma3_text", target="sm80,sm90", dtype="bfloat16"))
+
+
+def test_buckets_are_for_decoding_and_for_tokens(half_plan: Plan) -> None:
+    assert [bucket.name for bucket in half_plan.buckets] == [
+        *("decode[1]", "decode[2]", "decode[4]", "decode[8]"),
+        *("tokens[64]", "tokens[512]", "tokens[2048]", "tokens[8192]"),
+    ]
+    for bucket in half_plan.buckets:
+        size = int(bucket.name.partition("[")[2][:-1])
+        assert bucket.max_tokens == size
+        assert bucket.max_sequences == min(size, 8)
+        assert bucket.max_rows == min(size, 8 if bucket.decode else 256)
+        attention = [half_plan.kernels[each.kernel].family for each in bucket.launches if "attention" in each.op]
+        assert set(attention) == {"attention_decode" if bucket.decode else "attention_prefill"}
+    assert half_plan.caches[0].dtype == "bfloat16"
+    assert (half_plan.caches[0].layout, half_plan.caches[0].page_tokens) == ("kv-rows", 64)
+    assert {weight.layout for weight in half_plan.weights.values()} == {"rows"}
+
+
+def test_arguments_have_their_roles(half_plan: Plan) -> None:
+    for bucket in half_plan.buckets:
+        buffers = {buffer.value: buffer for buffer in half_plan.buffers(bucket)}
+        assert max(buffer.offset + buffer.bytes for buffer in buffers.values()) <= half_plan.memory.arena
+        for number, launch in enumerate(bucket.launches):
+            kernel = half_plan.kernels[launch.kernel]
+            specs = arguments(CUDA_FAMILIES[kernel.family], KernelSpec(kernel.family, kernel.params))
+            assert kernel.params["real"] == "bfloat16"
+            for spec, arg in zip(specs, launch.args, strict=True):
+                assert isinstance(arg, ROLES[spec.role]), (launch.kernel, spec.name)
+                assert spec.role == "in" or not isinstance(arg, InputArg) or spec.name in ("ids", arg.name)
+                if isinstance(arg, ArenaArg):
+                    buffer = buffers[arg.value]
+                    assert buffer.offset <= arg.offset < arg.offset + arg.bytes <= buffer.offset + buffer.bytes
+                    assert buffer.first <= number <= buffer.last
+
+
+def test_activations_are_as_large_as_the_bucket(half_plan: Plan) -> None:
+    """The logits' buffer holds a row for each row of the bucket's largest step."""
+    for bucket in half_plan.buckets:
+        (logits,) = (arg for arg in bucket.sample[0].args[:1] if isinstance(arg, ArenaArg))
+        assert logits.bytes == max(64, 2 * 320 * bucket.max_rows)
+
+
+def test_decoding_takes_no_rows(half_plan: Plan) -> None:
+    """Every token of a decode step is sampled, so there are none to choose."""
+    for bucket in half_plan.buckets:
+        assert any(half_plan.kernels[each.kernel].family == "take_rows" for each in bucket.launches) != bucket.decode
+
+
+# --- machine code -----------------------------------------------------------------------------------------------------
+
+
+def compiled(folder: Path, name: str) -> tuple[Path, Plan]:
+    path = make_tiny_plan(folder, "llama", name, target="sm90,sm80", dtype="bfloat16", code=True)
+    return path, read_plan(path)
+
+
+def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path) -> None:
+    path, plan = compiled(tmp_path, "plan")
+    assert plan.target == "sm80,sm90"
+    assert [module.arch for module in plan.modules] == ["sm80", "sm90"]
+    assert {launch.kernel for bucket in plan.buckets for launch in bucket.launches} < plan.kernels.keys()
+    assert {spec.symbol for spec in runtime_kernels()} < plan.kernels.keys()
+    for module in plan.modules:
+        data = (path / module.file).read_bytes()
+        assert sha256(data).hexdigest() == module.sha256
+        assert module.kernels.keys() == plan.kernels.keys()
+        for kernel in module.kernels.values():
+            assert data[kernel.offset : kernel.offset + 4] == b"\x7fELF"
+            assert kernel.entry.encode() in data[kernel.offset : kernel.offset + kernel.bytes]
+            assert 0 < kernel.shared + kernel.static_shared <= SHARED_LIMITS[module.arch] or not kernel.shared
+            assert kernel.registers * kernel.threads <= REGISTERS
+    again, _ = compiled(tmp_path, "again")
+    for file in sorted(path.rglob("*")):
+        assert file.is_dir() or file.read_bytes() == (again / file.relative_to(path)).read_bytes(), file
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_all_that_is_missing_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(CUDA_FAMILIES, "rope_kv_write")
+    monkeypatch.setitem(
+        CUDA_FAMILIES,
+        "norm",
+        replace(CUDA_FAMILIES["norm"], params={**CUDA_FAMILIES["norm"].params, "real": ("float32",)}),
+    )
+    with pytest.raises(NoKernelError) as caught:
+        make_tiny_plan(tmp_path, "llama", target="sm80", dtype="bfloat16")
+    text = str(caught.value)
+    assert text.startswith("target sm80 can't run this model")
+    assert "norm takes real float32, not 'bfloat16'" in text
+    for layer in range(4):
+        assert f"rope_kv_write:model.layers.{layer}.self_attn: there is no kernel rope_kv_write" in text
+
+
+def test_quantized_weights_have_no_kernel_yet(tmp_path: Path) -> None:
+    with pytest.raises(NoKernelError, match=r"q_proj.* is quantized \(.*--quant bf16"):
+        make_tiny_plan(tmp_path, "llama", target="sm90", dtype="bfloat16", quant="int8")
+
+
+@pytest.mark.parametrize(
+    "options", [{"generator": "race"}, {"tuning": "tuning.json"}, {"deterministic": True}], ids=str
+)
+def test_options_of_cpu_plans_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    name = next(iter(options))
+    with pytest.raises(UserError, match=rf"only CPU plans have --{name}, but the target is sm80,sm90"):
+        compile_model(tmp_path, target="sm90,sm80", output=tmp_path / "plan", **options)
