@@ -30,7 +30,8 @@ class BatchBuilder:
     def build(self, chunks: Seq[Chunk]) -> StepBatch:
         """The step that computes these chunks, in this order. Its arrays are new, so many steps may be in flight.
 
-        A step has at least one row: if nothing is drawn or scored, one that asks for nothing.
+        A step has at least one row: if nothing is drawn or scored, one that asks for nothing. A token that the step
+        before will draw is told by its row.
         """
         kv, size = self._kv, np.int32(self._kv.page_tokens)
         lanes = self._lanes(chunks)
@@ -41,6 +42,7 @@ class BatchBuilder:
         np.cumsum(counts, out=seq_start[1:])
         total = int(seq_start[-1])
         tokens = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] for chunk in chunks])
+        self._refer(chunks, tokens, seq_start)
         lengths = np.array([chunk.sequence.rope_length for chunk in chunks], np.int32)
         if total == len(chunks):
             positions, owners = starts, lanes
@@ -59,6 +61,18 @@ class BatchBuilder:
             slots=[table[owners, page] * size + offset for table in kv.tables],
             pages=[table[:, :width].take(lanes, axis=0) for table in kv.tables],
         )
+
+    @staticmethod
+    def _refer(chunks: Seq[Chunk], tokens: Int32, seq_start: Int32) -> None:
+        """Put -1 - row where a chunk's last token is one that the step before will draw; note the rows of this step."""
+        row = 0
+        for index, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            if chunk.start + chunk.count > sequence.known:
+                tokens[seq_start[index + 1] - 1] = -1 - sequence.row
+            row += chunk.scores + chunk.samples
+            if chunk.samples:
+                sequence.row = row - 1
 
     def _lanes(self, chunks: Seq[Chunk]) -> Lanes:
         """The chunks' lanes, with the records of their sequences in place."""

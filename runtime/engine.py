@@ -1,10 +1,18 @@
-"""The engine: requests in, events out; each turn schedules a step, runs it and draws tokens from its results."""
+"""The engine: requests in, events out; each turn schedules a step, runs it and draws tokens from its results.
+
+Where the device can queue steps, the next one is scheduled and queued before the last one's results are read. Steps
+take effect in order, so pages of a request that ends are free at once: what a queued step still writes there, later
+owners write over.
+"""
 
 from __future__ import annotations
 
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +20,7 @@ import numpy as np
 
 from .batch import BatchBuilder
 from .debug import debug_phase
-from .device.base import Device
+from .device.base import Device, Ticket
 from .errors import InternalError, UserError
 from .kv.manager import KVManager
 from .kv.prefix import PageKeys
@@ -69,6 +77,15 @@ def step_limits(plan: Plan, options: EngineOptions) -> Limits:
     return Limits(tokens, sequences, bucket.max_rows)
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step whose results are still to come."""
+
+    chunks: list[Chunk]
+    batch: StepBatch
+    ticket: Ticket
+
+
 class Engine:
     """Serves requests on one device. One thread at a time may call it."""
 
@@ -88,11 +105,12 @@ class Engine:
         self.scheduler = Scheduler(self.kv, limits)
         self.max_tokens = min(plan.model.max_context, self.kv.capacity + 1)
         """Most tokens of a sequence: the last one need not be in the cache."""
-        self._rope_switch = plan.model.rope_changes and plan.model.rope_changes.switch
+        self._rope_switch = plan.model.rope_changes.switch if plan.model.rope_changes else None
         self._batches = BatchBuilder(self.kv, limits.sequences, plan.model.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = count()
         self._pending: list[Event] = []
+        self._flight: deque[_Flight] = deque()
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._log = StepLog(clock, self._describe)
@@ -103,7 +121,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._sequences or self._pending)
+        return bool(self._sequences or self._pending or self._flight)
 
     def add(self, command: Add) -> None:
         """Take a request; if it can't be served, `step` says so. Raises InternalError if its id is in use."""
@@ -132,9 +150,15 @@ class Engine:
             keys=PageKeys(command.cache_salt, self.kv.page_tokens, self._rope_class(len(prompt))),
             arrival=command.arrival or self._clock(),
             length=len(prompt),
+            known=len(prompt),
+            horizon=self._horizon(len(prompt), most),
             rope_length=len(prompt),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
         )
+
+    def _horizon(self, prompt: int, most: int) -> int:
+        switch = self._rope_switch
+        return switch if switch is not None and prompt < switch < most else most
 
     def _rope_class(self, length: int) -> int:
         """A number that is the same for prompts, of so many tokens, that RoPE rotates alike."""
@@ -212,9 +236,13 @@ class Engine:
         self.turn()
         self._audited = False
         try:
-            chunks = self.scheduler.schedule()
-            if chunks:
-                self._update(chunks, self._execute(self._batches.build(chunks)), events)
+            while len(self._flight) < self.device.queue_depth:
+                chunks = self.scheduler.schedule(ahead=bool(self._flight))
+                if not chunks:
+                    break
+                self._flight.append(self._submit(chunks))
+            if self._flight:
+                self._retire(events)
         except Exception as error:
             traceback.print_exc()
             self._fail_running(error, events)
@@ -222,20 +250,33 @@ class Engine:
             self._log.flush()
         return events
 
-    def _execute(self, batch: StepBatch) -> StepResult:
+    def _submit(self, chunks: list[Chunk]) -> _Flight:
         device = self.device
+        for chunk in chunks:
+            chunk.sequence.started = chunk.sequence.started or self._turn
+        batch = self._batches.build(chunks)
         for group, source, destination in self.kv.take_copies():
             device.copy_pages(group, [(source, destination)])
-        result = device.wait(device.submit(batch))
+        return _Flight(chunks, batch, device.submit(batch))
+
+    def _retire(self, events: list[Event]) -> None:
+        """Wait for the oldest step in flight, and take its results."""
+        flight = self._flight[0]
+        result = self.device.wait(flight.ticket)
+        self._flight.popleft()
         self._steps += 1
-        self._log.add(batch, result)
-        return result
+        self._log.add(flight.batch, result)
+        self._update(flight.chunks, result, events)
 
     def _describe(self) -> str:
         scheduler = self.scheduler
         return f"{len(scheduler.running)} running, {len(scheduler.waiting)} waiting, K/V {self.kv.usage:.0%} full"
 
     def _fail_running(self, error: Exception, events: list[Event]) -> None:
+        for flight in self._flight:
+            with suppress(Exception):
+                self.device.wait(flight.ticket)
+        self._flight.clear()
         for sequence in self.scheduler.running:
             del self._sequences[sequence.request]
             events.append(Error(sequence.request, f"the engine failed in a step: {error}", user_fault=False))
@@ -268,14 +309,14 @@ class Engine:
         for chunk in chunks:
             sequence, first = chunk.sequence, row
             row += chunk.scores + chunk.samples
+            if sequence.table is not chunk.table:
+                continue  # it ended while the step was in flight
             if statuses is not None and any(statuses[first:row]):
                 self._refuse(sequence, max(statuses[first:row]), events)
                 continue
-            computed = sequence.computed = sequence.computed + chunk.count
-            if not sequence.started:
-                sequence.started = self._turn
+            computed = chunk.start + chunk.count
             if computed // page_tokens > chunk.table.settled:
-                self.kv.settle(chunk.table, self._keys(sequence), computed)
+                self.kv.settle(chunk.table, self._keys(sequence, computed), computed)
             if chunk.scores:
                 _score(chunk, result, first)
             if chunk.samples:
@@ -283,17 +324,17 @@ class Engine:
                 logprobs = None if wanted is None else [_logprob(result, row - 1, wanted)]
                 self._append(sequence, tokens[row - 1], logprobs, now, events)
 
-    def _keys(self, sequence: Sequence) -> list[bytes]:
+    def _keys(self, sequence: Sequence, computed: int) -> list[bytes]:
         if not self.kv.prefix_cache:
             return []
-        return sequence.keys(sequence.tokens, sequence.computed // self.kv.page_tokens)
+        return sequence.keys(sequence.tokens, computed // self.kv.page_tokens)
 
     def _append(
         self, sequence: Sequence, token: int, logprobs: list[TokenLogprob] | None, now: float, events: list[Event]
     ) -> None:
-        sampling, length = sequence.sampling, sequence.length
+        sampling, length = sequence.sampling, sequence.known
         sequence.tokens[length] = token
-        sequence.length = length = length + 1
+        sequence.known = length = length + 1
         self._generation_tokens += 1
         prompt_logprobs: list[TokenLogprob | None] | None = None
         if not sequence.first_token:
@@ -311,7 +352,7 @@ class Engine:
 
     def _rebase(self, sequence: Sequence) -> None:
         """Compute a sequence anew that has become so long that all its keys must be rotated by other frequencies."""
-        sequence.rope_length = sequence.length
+        sequence.rope_length, sequence.horizon = sequence.length, len(sequence.tokens)
         sequence.keys = sequence.keys.of_class(self._rope_class(sequence.length))
         self.scheduler.restart(sequence)
 

@@ -3,6 +3,9 @@
 Sequences are served in order of priority, then arrival. Those that decode get their token in every step; the rest of
 the token budget goes to prompts, in chunks. When pages run out, the last in order gives its own back and starts again
 later. So the first in order always advances, and nothing waits forever behind what came after it.
+
+A step can be scheduled ahead, when results of the one before it are still to come. Nothing is preempted then: what
+would need it waits for these results.
 """
 
 from __future__ import annotations
@@ -16,6 +19,10 @@ from .kv.manager import KVManager, PageTable, Prefix
 from .sequence import Chunk, Sequence
 
 _order = attrgetter("order")
+
+
+class _TooEarly(Exception):
+    """What to do next depends on results that are still to come."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._lanes = list(range(limits.sequences - 1, -1, -1))
         self._blocked: tuple[tuple[int, int], int] | None = None
+        self._ahead = False
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -71,18 +79,31 @@ class Scheduler:
         self._lanes = list(range(self.limits.sequences - 1, -1, -1))
         self._blocked = None
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, each of another sequence; empty if there is nothing to do."""
+    def schedule(self, *, ahead: bool = False) -> list[Chunk]:
+        """The chunks of the next step, each of another sequence; their sequences count them as computed.
+
+        Empty if there is nothing to do, or, `ahead` of results, nothing that can be done before these are known.
+        """
+        try:
+            chunks = self._choose(ahead)
+        except _TooEarly:
+            return []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.computed = chunk.start + chunk.count
+            sequence.length += chunk.samples
+        return chunks
+
+    def _choose(self, ahead: bool) -> list[Chunk]:
+        self._ahead = ahead
         self._yield_to_priority()
-        decoding = sum(sequence.length - sequence.computed == 1 for sequence in self.running)
+        active = [sequence for sequence in self.running if sequence.length < sequence.horizon]
+        decoding = sum(sequence.length - sequence.computed == 1 for sequence in active)
         budget = self.limits.tokens - decoding
         rows = self.limits.rows - len(self.running)
         preemptions = self.preemptions
         chunks: list[Chunk] = []
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            index += 1
+        for sequence in active:
             remaining = sequence.length - sequence.computed
             wanted = 1 if remaining == 1 else min(remaining, budget)
             chunk = self._advance(sequence, wanted, rows + 1) if wanted else None
@@ -105,6 +126,8 @@ class Scheduler:
             fit = self.kv.grow(table, sequence.computed + count) - sequence.computed
             if fit > 0:
                 return _chunk(sequence, table, fit, rows)
+            if self._ahead:
+                raise _TooEarly
             if len(self.running) == 1:
                 raise InternalError(f"{sequence.length} tokens of a sequence alone do not fit into the cache")
             self._preempt(self.running[-1])
@@ -131,6 +154,8 @@ class Scheduler:
             and self.waiting[0].order[0] < self.running[-1].order[0]
             and (not self._lanes or self._fitting_prefix(self.waiting[0]) is None)
         ):
+            if self._ahead:
+                raise _TooEarly
             self._preempt(self.running[-1])
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int, rows: int) -> None:
@@ -169,7 +194,7 @@ class Scheduler:
         if page >= len(prefix.keys) or prefix.tokens >= sequence.reusable:
             return False
         return any(
-            other.computed // self.kv.page_tokens <= page < other.length // self.kv.page_tokens
+            other.settled <= page < other.known // self.kv.page_tokens
             and other.keys(other.tokens, page + 1)[page] == prefix.keys[page]
             for other in self.running
         )

@@ -15,9 +15,12 @@ from .step import Float32, Int32
 class Sequence:
     """One request from arrival to its last token.
 
-    `tokens[:length]` are known (prompt, then outputs), of which the first `computed` are in the cache. What remains is
-    computed in chunks, and the step that computes the last known token draws the next. Decoding is the case in which
-    one token remains; a preempted sequence starts again with `computed` 0 and keeps its outputs.
+    It has `length` tokens (prompt, then outputs), of which the first `computed` are in the cache. What remains is
+    computed in chunks, and the step that computes the last token draws the next. Decoding is the case in which one
+    token remains; a preempted sequence starts again with `computed` 0 and keeps its outputs.
+
+    Both count what steps in flight will have done. The tokens that these draw are not known to the host yet: only
+    `tokens[:known]` are.
     """
 
     request: str
@@ -31,11 +34,17 @@ class Sequence:
     arrival: float
     """`time.monotonic()`"""
     length: int
+    known: int
+    horizon: int
+    """The length at which no further step may start before all tokens are known: the sequence ends there, or must be
+    computed anew."""
     rope_length: int
     """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
     computed: int = 0
     table: PageTable | None = None
     """The pages held, while running."""
+    row: int = 0
+    """Of the step in flight that draws its last token."""
     scored: int = 0
     """The next position whose successor's log-probability is wanted, if it is before the end of the prompt."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -46,9 +55,9 @@ class Sequence:
     preemptions: int = 0
 
     @property
-    def outputs(self) -> int:
-        """Output tokens so far."""
-        return self.length - self.prompt_length
+    def settled(self) -> int:
+        """Full pages whose content is known to be in the cache."""
+        return self.table.settled if self.table is not None else 0
 
     @property
     def reusable(self) -> int:

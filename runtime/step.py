@@ -38,7 +38,7 @@ class StepBatch:
     """
 
     tokens: Int32
-    """[T]"""
+    """[T] Or -1 - r: what the step before draws for its row r, and then the history of the token's own row lacks it."""
     positions: Int32
     """[T]"""
     lengths: Int32

@@ -24,6 +24,8 @@ class Ticket:
 class Device(Protocol):
     """Executes steps of one plan. Calls marked *(state)* change caches or weights; the others only read.
 
+    Steps and copies of pages take effect in the order of these calls.
+
     One thread at a time may call it.
     """
 
@@ -33,10 +35,11 @@ class Device(Protocol):
     pages: tuple[int, ...]
     """Pages of each cache group, the trash page (id 0) included."""
     queue_depth: int
-    """Steps that may be submitted before the first must be polled; 1 on CPU."""
+    """Steps that may be submitted before the first must be polled: 1 on CPU, 2 on a GPU."""
 
     def submit(self, batch: StepBatch) -> Ticket:
-        """Queue a step *(state)*. Raises InternalError if the batch exceeds every bucket or a page is out of range."""
+        """Queue a step *(state)*. If the step before may still run, a negative token -1 - r is what that one draws for
+        its row r. Raises InternalError if the batch exceeds every bucket or a page is out of range."""
 
     def poll(self, ticket: Ticket) -> StepResult | None:
         """The result, or None if the step is still running. Its arrays are valid until `queue_depth` more submits."""

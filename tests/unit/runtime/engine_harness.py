@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from unit.runtime.fake_device import EOS, FakeDevice, fake_plan
+from unit.runtime.queued_device import QueuedDevice
 
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.options import EngineOptions
@@ -16,14 +18,31 @@ PLENTY = 100
 """Pages for any test's load."""
 
 
-def make_engine(*, pages: int = PLENTY, options: Mapping[str, Any] | None = None, **plan: Any) -> Engine:
+_depth = 1
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def depth(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Steps that the engines of a module's tests keep in flight: for tests that use it, they run for each."""
+    global _depth  # noqa: PLW0603
+    _depth = request.param
+    yield request.param
+    _depth = 1
+
+
+def make_engine(
+    *, pages: int = PLENTY, options: Mapping[str, Any] | None = None, depth: int = 0, **plan: Any
+) -> Engine:
     """An engine over a fake device with so many pages a group."""
-    return Engine(FakeDevice(fake_plan(**plan), pages), EngineOptions(**(options or {})))
+    device = FakeDevice(fake_plan(**plan), pages)
+    queued = (depth or _depth) > 1
+    return Engine(QueuedDevice(device) if queued else device, EngineOptions(**(options or {})))
 
 
 def device_of(engine: Engine) -> FakeDevice:
-    assert isinstance(engine.device, FakeDevice)
-    return engine.device
+    device = engine.device.inner if isinstance(engine.device, QueuedDevice) else engine.device
+    assert isinstance(device, FakeDevice)
+    return device
 
 
 def make_request(name: str, prompt: Sequence[int], *, priority: int = 0, salt: str = "", **params: Any) -> Add:
@@ -96,8 +115,9 @@ def run(
 
 
 def alone(request: Add, **plan: Any) -> Output:
-    """The request's output when nothing else runs, in one chunk, without prefix cache or lack of pages."""
-    engine = make_engine(options={"prefix_cache": False}, **(plan | {"max_tokens": 512, "max_rows": 512}))
+    """The request's output when nothing else runs, a step at a time, in one chunk, without prefix cache or lack of
+    pages."""
+    engine = make_engine(depth=1, options={"prefix_cache": False}, **(plan | {"max_tokens": 512, "max_rows": 512}))
     output = Output()
     engine.add(request)
     while engine.has_work:

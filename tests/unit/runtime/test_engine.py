@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.runtime.engine_harness import PLENTY, alone, device_of, make_engine, make_request, run
+from unit.runtime.engine_harness import PLENTY, alone, depth, device_of, make_engine, make_request, run
 from unit.runtime.fake_device import EOS, NAN_TOKEN
+from unit.runtime.queued_device import QueuedDevice
 
 from toolkit.runtime.engine import step_limits
 from toolkit.runtime.errors import InternalError, UserError
 from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.request import Add, Error, Finished, Tokens
+
+__all__ = ["depth"]
+pytestmark = pytest.mark.usefixtures("depth")
 
 # --- outputs do not depend on scheduling ------------------------------------------------------------------------------
 
@@ -98,6 +102,17 @@ def test_preemption_happens_and_is_invisible() -> None:
         metrics = outputs[request.request].finished
         assert metrics is not None
     assert sum(o.finished.metrics.preemptions for o in outputs.values() if o.finished and o.finished.metrics) > 0
+
+
+def test_steps_are_queued_before_the_last_one_is_read(depth: int) -> None:
+    """All but the first, while nothing runs out; and one is wasted where a stop token was not foreseen."""
+    engine = make_engine()
+    run(engine, [make_request("x", [9, 8], max_tokens=20, ignore_eos=True)])
+    assert engine.stats().steps == 20
+    run(engine, [make_request("y", [9], logit_bias={EOS: 100.0}, max_tokens=20)])
+    assert engine.stats().steps == 20 + depth
+    if isinstance(engine.device, QueuedDevice):
+        assert engine.device.ahead == 19 + 1
 
 
 # --- prefix cache -----------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ import random
 from itertools import pairwise
 
 import pytest
-from unit.runtime.engine_harness import alone, device_of, make_engine, make_request, run
+from unit.runtime.engine_harness import alone, depth, device_of, make_engine, make_request, run
 
 from toolkit.runtime.plan import RopeChanges
 from toolkit.runtime.request import Add
 
+__all__ = ["depth"]
+pytestmark = pytest.mark.usefixtures("depth")
 SWITCH, STRETCH = RopeChanges(20, 21), RopeChanges(20, 64)
 
 
@@ -25,14 +27,14 @@ def make_requests(seed: int) -> list[Add]:
 
 
 @pytest.mark.parametrize("changes", [SWITCH, STRETCH])
-@pytest.mark.parametrize("pages", [17, 100])
+@pytest.mark.parametrize("pages", [16, 100])
 @pytest.mark.parametrize("windows", [(0,), (0, 7)])
 def test_outputs_are_those_of_requests_alone(changes: RopeChanges, pages: int, windows: tuple[int, ...]) -> None:
     requests = make_requests(pages)
     engine = make_engine(pages=pages, rope_changes=changes, windows=windows, max_tokens=12)
     found = run(engine, requests, arrivals=range(24))
     assert engine.scheduler.prefix_hits > 0
-    assert (engine.scheduler.preemptions > 0) == (pages == 17)
+    assert (engine.scheduler.preemptions > 0) == (pages == 16)
     for request in requests:
         expected = alone(request, rope_changes=changes, windows=windows)
         assert found[request.request].result == expected.result, request.request

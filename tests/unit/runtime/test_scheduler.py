@@ -43,6 +43,8 @@ def make_sequence(
         keys=PageKeys("", 4),
         arrival=0.0,
         length=len(prompt),
+        known=len(prompt),
+        horizon=len(tokens),
         rope_length=len(prompt),
     )
 
@@ -55,18 +57,15 @@ def distinct(number: int, length: int) -> list[int]:
 def execute(scheduler: Scheduler, chunks: list[Chunk]) -> None:
     """What the engine does with a step's chunks: every drawn token is 7, and sequences end when they are full."""
     for chunk in chunks:
-        sequence = chunk.sequence
-        assert sequence.table is chunk.table
-        assert sequence.computed == chunk.start
-        sequence.computed += chunk.count
+        sequence, computed = chunk.sequence, chunk.start + chunk.count
+        if sequence.table is not chunk.table:
+            continue
         sequence.scored = max(sequence.scored, chunk.first_score + chunk.scores)
-        keys = sequence.keys(sequence.tokens, sequence.computed // 4)
-        scheduler.kv.settle(chunk.table, keys, sequence.computed)
+        scheduler.kv.settle(chunk.table, sequence.keys(sequence.tokens, computed // 4), computed)
         if chunk.samples:
-            assert sequence.computed == sequence.length
-            sequence.tokens[sequence.length] = 7
-            sequence.length += 1
-            if sequence.length == len(sequence.tokens):
+            sequence.tokens[sequence.known] = 7
+            sequence.known += 1
+            if sequence.known == len(sequence.tokens):
                 scheduler.remove(sequence)
 
 
