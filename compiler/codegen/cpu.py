@@ -94,6 +94,11 @@ class Compiler:
     def is_gcc(self) -> bool:
         return bool(self.version) and "clang" not in self.version
 
+    @property
+    def linker(self) -> tuple[str, ...]:
+        """The command that links: zig's for C, since that for C++ first builds a standard library."""
+        return (*self.command[:-1], "cc") if "ziglang" in self.command else self.command
+
     def target_flags(self, level: IsaLevel) -> tuple[str, ...]:
         """Flags that choose the instruction set."""
         if "ziglang" in self.command:
@@ -260,7 +265,7 @@ def link(objects: Sequence[Path], level: IsaLevel, library: Path, exports: str) 
         shown = Path(folder, "exports")
         shown.write_text(f"{{ global: {exports}*; local: *; }};\n")
         inputs = [f"-Wl,--version-script={shown}", *map(str, objects), "-o", str(library.resolve()), "-lm", "-lc"]
-        command = [*compiler.command, *compiler.target_flags(level), *flags, *inputs]
+        command = [*compiler.linker, *compiler.target_flags(level), *flags, *inputs]
         _run(command, library.parent, f"linking {library.name}")
 
 
