@@ -52,7 +52,7 @@ NORM = Family(
     ops=("norm", "add_norm"),
     doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias. Row r takes row "
     "r % weight_rows of weight and bias [weight_rows, W].",
-    grid=blocks("rows"),
+    grid=lambda params: Grid(512, Axis(("rows",))),
 )
 
 EMBEDDING = Family(
