@@ -492,7 +492,7 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         family = "attention_decode" if low.limits.decode else "attention_prefill"
         args["blocks"] = ConstArg(BLOCKS)
         if low.limits.decode:
-            scratch = decode_scratch(static(heads), value_dim)
+            scratch = decode_scratch(value_dim)
             args["scratch"] = low.new_buffer(f"{op.output.name}:scratch", 1, scratch)
     low.call(family, params | wanted, args | outputs, op)
 

@@ -8,6 +8,8 @@ A *page* of one layer holds `page_tokens` tokens, a multiple of 16, in the layou
 
 Keys lie column by column so that 16 scores are computed together, without sums across a vector. Token t of a page is
 lane t % 16 of panel t / 16. A slot is `page * page_tokens + t`; page 0 is the trash page, which is never read.
+
+On GPUs the layout is "kv-rows": keys lie as values do, [kv_heads][page_tokens][key_dim].
 """
 
 from __future__ import annotations
@@ -79,19 +81,32 @@ class PagedCache:
     value_dim: int
     page_tokens: int
     dtype: KvDType
+    in_rows: bool = False
+    """Whether the layout is "kv-rows"."""
 
     @staticmethod
-    def empty(pages: int, *, heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype: KvDType) -> PagedCache:
+    def empty(
+        pages: int,
+        *,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        page_tokens: int,
+        dtype: KvDType,
+        in_rows: bool = False,
+    ) -> PagedCache:
         """Pages full of 0xFF bytes, which are NaN in every dtype."""
         size = page_bytes(heads, key_dim, value_dim, page_tokens, dtype)
-        return PagedCache(np.full((pages, size), 0xFF, np.uint8), heads, key_dim, value_dim, page_tokens, dtype)
+        data = np.full((pages, size), 0xFF, np.uint8)
+        return PagedCache(data, heads, key_dim, value_dim, page_tokens, dtype, in_rows)
 
     @property
     def keys(self) -> Array:
-        """A view [pages, heads, page_tokens / 16, key_dim, 16]."""
+        """A view [pages, heads, page_tokens / 16, key_dim, 16], or [pages, heads, page_tokens, key_dim] of rows."""
         width = self.heads * self.page_tokens * self.key_dim
-        shape = (-1, self.heads, self.page_tokens // PANEL, self.key_dim, PANEL)
-        return self.data.view(_STORAGE[self.dtype])[:, :width].reshape(shape)
+        rows = (self.page_tokens, self.key_dim)
+        shape = rows if self.in_rows else (self.page_tokens // PANEL, self.key_dim, PANEL)
+        return self.data.view(_STORAGE[self.dtype])[:, :width].reshape(-1, self.heads, *shape)
 
     @property
     def values(self) -> Array:
@@ -111,7 +126,10 @@ class PagedCache:
     def write(self, k: npt.NDArray[np.float32], v: npt.NDArray[np.float32], slots: Array) -> None:
         """The meaning of `kv_write`: k[T, heads, key_dim] and v[T, heads, value_dim] go to slots[T]."""
         pages, tokens = slots // self.page_tokens, slots % self.page_tokens
-        self.keys[pages, :, tokens // PANEL, :, tokens % PANEL] = store(k, self.dtype)
+        if self.in_rows:
+            self.keys[pages, :, tokens] = store(k, self.dtype)
+        else:
+            self.keys[pages, :, tokens // PANEL, :, tokens % PANEL] = store(k, self.dtype)
         self.values[pages, :, tokens] = store(v, self.dtype)
         if self.dtype == "int8":
             for which, x in enumerate((k, v)):
@@ -119,7 +137,8 @@ class PagedCache:
 
     def read(self, pages: Array, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Keys [length, heads, key_dim] and values [length, heads, value_dim] of a sequence with these pages."""
-        k = self.keys[pages].transpose(0, 2, 4, 1, 3).reshape(-1, self.heads, self.key_dim)[:length]
+        order = (0, 2, 1, 3) if self.in_rows else (0, 2, 4, 1, 3)
+        k = self.keys[pages].transpose(order).reshape(-1, self.heads, self.key_dim)[:length]
         v = self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
         keys, values = restore(k, self.dtype), restore(v, self.dtype)
         if self.dtype == "int8":

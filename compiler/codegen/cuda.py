@@ -20,7 +20,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -91,20 +91,34 @@ def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
     return content_key(*(render_cuda(kernel, arch) for arch in archs))[:16]
 
 
-def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
+def compile_ptx(kernel: KernelSpec, arch: ArchName) -> bytes:
+    """The kernel as PTX, which drivers compile for newer GPUs too. Raises InternalError with the compiler's message."""
+    source = render_cuda(kernel, arch)
+    key = content_key(_key(source, arch), "ptx")
+    return cached(
+        key, ".ptx", lambda target: target.write_bytes(_translate(source, kernel, arch, "ptx")[0])
+    ).read_bytes()
+
+
+def _translate(source: str, kernel: KernelSpec, arch: ArchName, kind: Literal["cubin", "ptx"]) -> tuple[bytes, str]:
+    """What NVRTC makes of a source, and what it says."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=_target(arch), include_path=_includes(), **_OPTIONS)
     log = io.StringIO()
     try:
-        cubin = Program(source, code_type="c++", options=options).compile("cubin", logs=log).code
+        code = Program(source, code_type="c++", options=options).compile(kind, logs=log).code
     except Exception as error:
         raise InternalError(
             f"compiling {kernel.symbol} for {arch} failed: {error}\n{log.getvalue()[-4000:]}"
         ) from error
-    text = log.getvalue()
+    return bytes(code), log.getvalue()
+
+
+def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
+    cubin, text = _translate(source, kernel, arch, "cubin")
     return Compiled(
-        bytes(cubin),
+        cubin,
         _found(r"Used (\d+) registers", text),
         _found(r"(\d+) bytes smem", text),
         _found(r"(\d+) bytes spill stores", text),

@@ -9,8 +9,10 @@ scratch memory was made for, and the constant `BLOCKS` is more than any GPU has.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
-from ..catalog import ANY, BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, dim_arg, float_arg, int_arg
+from ..catalog import ANY, BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Variant, dim_arg, float_arg, int_arg
 from ..cpu.dense import KV_DTYPES
 from .basic import REALS, blocks, out_arg, real_arg, weight_arg
 
@@ -116,8 +118,102 @@ _DOC = """Causal attention of q[T, heads, key_dim] over the pages of each sequen
 `page_stride` points to the number of pages of a row of `pages`; `page_tokens` is a multiple of 64."""
 
 
-def _persistent(params: Mapping[str, ParamValue]) -> Grid:
-    return Grid(256, Axis(("blocks",), persistent=True))
+def takes_tensor_cores(real: str, dtype: str) -> bool:
+    """Whether attention over a cache of this type can be computed by tensor cores."""
+    return real != "float32" and dtype in (real, "int8")
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Shared memory of `attention_decode`: `warps` with `stages` of 16 keys and values each."""
+
+    warps: int
+    stages: int
+    key_row: int
+    """Bytes of a key."""
+    value_row: int
+    stage_bytes: int
+    value_columns: int
+    """Rounded up."""
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory: the stages, and half of the warps' results."""
+        return self.warps * self.stages * self.stage_bytes + self.warps // 2 * (self.value_columns * 8 + 128) * 4
+
+
+def decode_tiles(key_dim: int, value_dim: int, dtype: str, arch: int) -> DecodeTiles:
+    """As many warps and stages as fit; `arch` is a compute capability, as a number."""
+    limit = 232_448 if arch == 90 else 101_376
+    size = 1 if dtype == "int8" else 2
+    columns = [-(-width // 16) * 16 for width in (key_dim, value_dim)]
+    key_row, value_row = (width * size + (16 if width * size // 16 % 2 == 0 else 32) for width in columns)
+    stage = 16 * (key_row + value_row) + (64 if dtype == "int8" else 0)
+    options = [
+        DecodeTiles(warps, stages, key_row, value_row, stage, columns[1])
+        for warps, least in ((8, 3), (4, 2), (2, 2))
+        for stages in (4, 3, 2)
+        if stages >= least
+    ]
+    return next(option for option in options if option.shared + 1024 <= limit)
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Shared memory of `attention_prefill`: two stages of `keys` keys and values each."""
+
+    keys: int
+    key_row: int
+    """Bytes of a key."""
+    value_row: int
+    stage_bytes: int
+
+
+def prefill_tiles(key_dim: int, value_dim: int, dtype: str) -> PrefillTiles:
+    """As many keys as fit on every architecture."""
+    decode, keys = decode_tiles(key_dim, value_dim, dtype, 80), 64 if max(key_dim, value_dim) <= 128 else 32
+    return PrefillTiles(keys, decode.key_row, decode.value_row, decode.stage_bytes * keys // 16)
+
+
+@dataclass(frozen=True)
+class PrefillPanels:
+    """Shared memory of `attention_prefill` on sm90: 128 queries, two stages of `keys` keys and values, in panels of 64
+    16-bit columns."""
+
+    keys: int
+    key_panels: int
+    value_panels: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory, with room to begin at a multiple of 1024."""
+        return 1024 + 128 * (self.key_panels * 128 + 2 * self.keys * (self.key_panels + self.value_panels))
+
+
+def prefill_panels(key_dim: int, value_dim: int) -> PrefillPanels:
+    """Wide heads leave registers for fewer keys at once."""
+    key_panels, value_panels = -(-key_dim // 64), -(-value_dim // 64)
+    return PrefillPanels(128 if max(key_panels, value_panels) <= 2 else 64, key_panels, value_panels)
+
+
+def _persistent(threads: int, shared: int = 0) -> Grid:
+    return Grid(threads, Axis(("blocks",), persistent=True), shared=shared)
+
+
+def _decode_grid(arch: int, params: Mapping[str, ParamValue]) -> Grid:
+    if not takes_tensor_cores(str(params["real"]), str(params["dtype"])):
+        return _persistent(256)
+    tiles = decode_tiles(int(params["key_dim"]), int(params["value_dim"]), str(params["dtype"]), arch)
+    return _persistent(tiles.warps * 32, tiles.shared)
+
+
+def _prefill_grid(hopper: bool, params: Mapping[str, ParamValue]) -> Grid:
+    dtype, dims = str(params["dtype"]), (int(params["key_dim"]), int(params["value_dim"]))
+    if not takes_tensor_cores(str(params["real"]), dtype):
+        return _persistent(256)
+    if hopper and dtype != "int8":
+        return _persistent(256, prefill_panels(*dims).shared)
+    return _persistent(256, 2 * prefill_tiles(*dims, dtype).stage_bytes)
 
 
 ATTENTION_PREFILL = Family(
@@ -127,7 +223,8 @@ ATTENTION_PREFILL = Family(
     args=_ARGS,
     ops=("paged_attention",),
     doc=_DOC,
-    grid=_persistent,
+    grid=partial(_prefill_grid, False),
+    hopper=Variant("cuda/attention_prefill_hopper.cu.j2", partial(_prefill_grid, True)),
 )
 
 ATTENTION_DECODE = Family(
@@ -138,13 +235,14 @@ ATTENTION_DECODE = Family(
     ops=("paged_attention",),
     doc=_DOC + " A sequence has at most one query. The work is shared among blocks by keys; `scratch` has "
     "`decode_scratch` bytes, for parts of results.",
-    grid=_persistent,
+    grid=partial(_decode_grid, 80),
+    hopper=Variant("cuda/attention_decode.cu.j2", partial(_decode_grid, 90)),
 )
 
 
-def decode_scratch(heads: int, value_dim: int) -> int:
-    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks."""
-    return BLOCKS * 2 * heads * (value_dim + 2) * 4
+def decode_scratch(value_dim: int) -> int:
+    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks: two parts of results for each."""
+    return BLOCKS * 2 * (-(-value_dim // 16) * 16 * 8 + 128) * 4
 
 
 FAMILIES: tuple[Family, ...] = (ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION_PREFILL, ATTENTION_DECODE)

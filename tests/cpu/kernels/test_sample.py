@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cpu.kernels.harness import Guarded, aligned, isas, load_kernel
+from cpu.kernels.sample_rows import KINDS, is_clear, log_softmax, make_logits
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -82,28 +83,6 @@ def run(
     return Sampled(results.array, top_tokens.array, top_logprobs.array, [out.array for out in full_rows])
 
 
-def log_softmax(logits: Floats) -> npt.NDArray[np.float64]:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    result: npt.NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return result
-
-
-def make_logits(rng: np.random.Generator, count: int, size: int, kind: str) -> Floats:
-    """Rows of several characters: `peaked` like a trained model's, `flat`, with many `ties`, with a `far` outlier."""
-    x = rng.standard_normal((count, size)) * (3.0 if kind == "peaked" else 0.7)
-    if kind == "peaked":
-        x[:, rng.integers(0, size, 3)] += 15
-    if kind == "ties":
-        x = np.round(x * 2) / 2
-    if kind == "far":
-        x[:, rng.integers(0, size, 2)] = (-1e30, 60)
-    return aligned(x.astype(np.float32))
-
-
-KINDS = ("peaked", "flat", "ties", "far")
-
-
 def test_philox_matches_the_published_vectors() -> None:
     assert philox((0, 0), (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     ones = 0xFFFFFFFF
@@ -152,18 +131,6 @@ SAMPLE_ROWS = st.builds(
     output=st.lists(st.integers(-2, 400), max_size=30).map(tuple),
     bias=st.lists(st.tuples(st.integers(-2, 400), st.floats(-9, 9, width=32)), max_size=5).map(tuple),
 )
-
-
-def is_clear(scores: npt.NDArray[np.float64], row: SampleRow) -> bool:
-    """Whether a change of rounding cannot change which tokens are kept."""
-    order = np.sort(np.maximum(scores, -1e30))[::-1]
-    gap = order[row.top_k - 1] - order[row.top_k] if 0 < row.top_k < len(order) else np.inf
-    adjusted = bool(row.bias) or row.repetition_penalty != 1 or row.frequency_penalty != 0 or row.presence_penalty != 0
-    low, high = replace(row, min_p=row.min_p * (1 + 1e-5)), replace(row, min_p=row.min_p * (1 - 1e-5))
-    if row.top_p < 1:
-        low, high = replace(low, top_p=row.top_p - 1e-5), replace(high, top_p=row.top_p + 1e-5)
-    kept = [kept_probabilities(scores, nearby) > 0 for nearby in (low, high)]
-    return bool((kept[0] == kept[1]).all()) and (gap > 1e-5 or not adjusted)
 
 
 @given(row=SAMPLE_ROWS, kind=st.sampled_from(KINDS), size=st.sampled_from([5, 300, 4099]), masked=st.booleans())

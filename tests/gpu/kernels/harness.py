@@ -1,17 +1,22 @@
-"""Runs one kernel on the GPU over numpy arrays."""
+"""Runs one kernel on the GPU over numpy arrays.
+
+With TOOLKIT_GPU_ARCH=sm80 (or sm86, sm89) kernels are those of that architecture, which the driver compiles from their
+PTX for the GPU that is there.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from cuda.bindings import driver
 
-from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
+from toolkit.compiler.codegen.cuda import compile_kernel, compile_ptx, launch_grid
 from toolkit.kernels_templates.catalog import Axis, KernelSpec, ParamValue
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
@@ -42,7 +47,7 @@ def gpu() -> tuple[ArchName, int]:
         check(driver.cuDeviceGetAttribute(getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device)) for name in names
     )
     archs: dict[int, ArchName] = {80: "sm80", 86: "sm86", 89: "sm89", 90: "sm90"}
-    return archs[10 * major + minor], count
+    return cast(ArchName, os.environ.get("TOOLKIT_GPU_ARCH", archs[10 * major + minor])), count
 
 
 class Buffer:
@@ -64,10 +69,11 @@ class Buffer:
 @cache
 def load(spec: KernelSpec) -> Any:
     """The kernel as a function of the driver."""
-    compiled = compile_kernel(spec, gpu()[0])
-    module = check(driver.cuModuleLoadData(compiled.cubin))
+    arch = gpu()[0]
+    code = compile_ptx(spec, arch) if "TOOLKIT_GPU_ARCH" in os.environ else compile_kernel(spec, arch).cubin
+    module = check(driver.cuModuleLoadData(code))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
-    if shared := launch_grid(spec, gpu()[0]).shared:
+    if shared := launch_grid(spec, arch).shared:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, shared))
     return function

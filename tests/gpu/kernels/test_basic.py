@@ -122,3 +122,31 @@ def test_random_fill_makes_the_runtimes_bytes(pattern: int) -> None:
     out, sizes = np.zeros(size, np.uint8), {"bytes": size, "first": 0, "period": pattern}
     found = run("random_fill", {}, out=out, keep=keep, value=mask, **sizes, **keys)["out"]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_copy(real: str) -> None:
+    x, out = random(8, 5, 40, real=real), np.empty((5, 50), store(np.zeros(1), real).dtype)
+    sizes = {"rows": 5, "width": 17, "x_stride": 40, "x_offset": 3, "out_stride": 50, "out_offset": 30}
+    found = run("copy", {"real": real}, x=x, out=out, **sizes)["out"]
+    np.testing.assert_array_equal(found[:, 30:47], x[:, 3:20])
+    assert (found[:, :30].view(np.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("width", [1, 33, 5000])
+def test_reduce(real: str, op: str, width: int) -> None:
+    x = random(9, 4, width, real=real)
+    out = np.empty(4, x.dtype)
+    found = run("reduce", {"real": real, "op": op}, x=x, out=out, rows=4, W=width)["out"]
+    close(value(found, real), getattr(value(x, real), op)(axis=1), real)
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("width", [1, 100, 3000])
+def test_softmax(real: str, width: int) -> None:
+    x = random(10, 6, width, real=real, scale=5.0)
+    found = run("softmax", {"real": real}, x=x, out=np.empty_like(x), rows=6, W=width)["out"]
+    exact = np.exp(value(x, real) - value(x, real).max(axis=1, keepdims=True))
+    close(value(found, real), exact / exact.sum(axis=1, keepdims=True), real)
