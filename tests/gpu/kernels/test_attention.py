@@ -298,9 +298,9 @@ def test_kv_write(real: str, dtype: KvDType) -> None:
         **{"k": k, "v": v, "slots": slots, "cache": cache.data},
         **{"T": tokens, "kv_heads": kv_heads, "page_tokens": PAGE, "k_stride": k.shape[1], "v_stride": v.shape[1]},
     )["cache"]
-    exact = (
+    keys, values = (
         value(x, real).astype(np.float32)[:, : kv_heads * dim].reshape(tokens, kv_heads, dim)
         for x, dim in zip((k, v), dims, strict=True)
     )
-    expected.write(*exact, slots)
+    expected.write(keys, values, slots)
     np.testing.assert_array_equal(found, expected.data)
