@@ -21,13 +21,16 @@ from ..compiler.shapes import Bounds, largest
 from ..compiler.targets import CPU, Target, parse_kv_dtype, parse_target
 from ..runtime.debug import debug
 from ..runtime.errors import UserError
-from ..runtime.plan import Model, PassReport, Plan, Report, RopeChanges
+from ..runtime.plan import Model, PassReport, Plan, Report, RopeChanges, Text
 from .progress import Phases
 from .staging import check_output, staged
 from .tune import Generators
 
 if TYPE_CHECKING:
+    from ..compiler.pass_ import Pass
+    from ..compiler.weights import TensorSource
     from ..models.source import OpenedModel
+    from ..passes.quantization import Quantization
 
 OPTIMIZE = 3
 """Level of optimization, if none is asked for."""
@@ -35,7 +38,7 @@ CALIBRATION_METHOD = "awq+gptq"
 """How weights are rounded on a text, if nothing else is asked for."""
 
 
-def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compiling needs)
+def compile(
     model: str | Path,
     *,
     target: str = "cpu",
@@ -77,19 +80,12 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
     phases = progress or Phases()
     with phases.phase("Import"), _no_collection():
         require_compile_extra()
+        from ..compiler import emit, onnx_io, pass_, weights_pack
         from ..compiler.code import build_code
-        from ..compiler.emit import make_plan, write_plan, write_tuning
-        from ..compiler.onnx_io import write_onnx
-        from ..compiler.pass_ import run_passes
         from ..compiler.program import make_programs
-        from ..compiler.weights import kept_encoding
-        from ..compiler.weights_pack import pack_weights, resolve_encodings
-        from ..models.recall import captured_graph
+        from ..models import recall, tokenizer
         from ..models.source import open_model
-        from ..models.tokenizer import write_text
-        from ..passes.pipelines import pipeline
         from ..passes.quantization import Quantization
-        from .calibration import calibrated, text_windows
     with phases.phase("Open"), _no_collection():
         opened = open_model(str(model), dtype=dtype, random=seed is not None)
         quantization = Quantization.parse(quant, opened.dtype)
@@ -97,31 +93,28 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
     with staged(destination, force=force) as folder, TemporaryDirectory(dir=folder) as spool:
         with phases.phase("Capture"):
-            captured = captured_graph(opened.config, dtype=opened.dtype, bounds=bounds, tensors=opened.weights)
-            text = write_text(opened, folder)
+            captured = recall.captured_graph(opened.config, dtype=opened.dtype, bounds=bounds, tensors=opened.weights)
+            text = tokenizer.write_text(opened, folder)
         with phases.phase("Calibrate") if calibrate is not None else nullcontext():
-            source, notes = calibrated(
+            source, notes = _calibrated(
                 captured,
                 opened,
                 calibrate,
                 method=calibration_method,
                 quantization=quantization,
-                read=lambda file: text_windows(Path(file), folder, text, opened.bos_token_id, bounds.max_context),
-                folder=Path(spool),
-                progress=phases.advance,
+                text=text,
+                context=bounds.max_context,
+                folder=folder,
+                spool=Path(spool),
+                phases=phases,
             )
         with phases.phase("Fuse"):
-            passes = pipeline(
-                chosen,
-                quant=quantization,
-                encoding_of=lambda name: kept_encoding(source[name]),
-                level=optimize,
-            )
-            fused, reports = run_passes(
+            passes = _passes(chosen, quantization, source, optimize)
+            fused, reports = pass_.run_passes(
                 captured, passes, check=check, dump=Path(dump_ir) if dump_ir else None, progress=phases.advance
             )
         with phases.phase("Lower"):
-            resolved = resolve_encodings(fused, source)
+            resolved = weights_pack.resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
             lower = partial(make_programs, resolved, chosen, bounds, kv_dtype, dtype=opened.dtype)
             first, *others = lower(deterministic=deterministic)
@@ -131,11 +124,13 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
         with phases.phase("Kernels"):
             code = build_code(chosen, programs, folder, phases.advance)
         with phases.phase("Weights"):
-            packed = pack_weights(first.lowered.weights, source, folder, phases.advance, random=seed is not None)
+            packed = weights_pack.pack_weights(
+                first.lowered.weights, source, folder, phases.advance, random=seed is not None
+            )
         with phases.phase("Write"):
-            write_onnx(captured, folder / "graph.onnx")
+            onnx_io.write_onnx(captured, folder / "graph.onnx")
             describe = partial(
-                make_plan,
+                emit.make_plan,
                 model=_model(opened, captured, bounds, quant, seed),
                 target=chosen.name,
                 bounds=bounds,
@@ -144,16 +139,18 @@ def compile(  # noqa: PLR0915 (one flow; a third of it imports what only compili
                 eos_token_ids=opened.eos_token_ids,
                 bos_token_id=opened.bos_token_id,
                 report=_report(captured, fused, reports, (*notes, *packed.notes, *tuned.notes)),
-                tuning=None if tuned.tuning is None else write_tuning(tuned.tuning, folder),
+                tuning=None if tuned.tuning is None else emit.write_tuning(tuned.tuning, folder),
             )
             plan = describe(programs=programs, code=code, deterministic=deterministic)
-            write_plan(plan, folder)
+            emit.write_plan(plan, folder)
         if deterministic and progress is not None:
-            (otherwise,) = lower()
-            otherwise = (tuned.again or generators).choose(otherwise, chosen.isas).program
+            otherwise = (tuned.again or generators).choose(lower()[0], chosen.isas).program
             _note_cost(phases, folder, plan, otherwise, describe)
     _debug_stages(captured, fused, plan.report, programs, chosen)
     return destination
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -166,6 +163,42 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _calibrated(
+    captured: Graph,
+    opened: OpenedModel,
+    file: str | Path | None,
+    *,
+    method: str,
+    quantization: Quantization,
+    text: Text | None,
+    context: int,
+    folder: Path,
+    spool: Path,
+    phases: Phases,
+) -> tuple[TensorSource, tuple[str, ...]]:
+    """The model's weights, rounded on a text file if there is one, in the meantime in `spool`; and notes on them."""
+    from .calibration import calibrated, text_windows
+
+    return calibrated(
+        captured,
+        opened,
+        file,
+        method=method,
+        quantization=quantization,
+        read=lambda file: text_windows(Path(file), folder, text, opened.bos_token_id, context),
+        folder=spool,
+        progress=phases.advance,
+    )
+
+
+def _passes(target: Target, quantization: Quantization, source: TensorSource, level: int) -> tuple[Pass, ...]:
+    """The pipeline of a level, which knows how the checkpoint stores each weight."""
+    from ..compiler.weights import kept_encoding
+    from ..passes.pipelines import pipeline
+
+    return pipeline(target, quant=quantization, encoding_of=lambda name: kept_encoding(source[name]), level=level)
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
