@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from unit.runtime.engine_harness import Output, make_request, run
 
+from toolkit.runtime.device.cuda.inputs import Layout
 from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.load import read_plan
@@ -49,7 +50,7 @@ class Case:
         pages = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
         costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
         cache = sum((full_sequences * count + 1) * cost for count, cost in zip(pages, costs, strict=True))
-        memory = plan.memory.arena + plan.memory.weights + plan.memory.host + cache + (2 << 20) * (kind == "gpu")
+        memory = plan.memory.arena + plan.memory.weights + max(plan.memory.host, Layout(plan).bytes) + cache
         choice = EngineOptions(memory=memory + 4096, threads=2, **options)
         return Engine(open_device(directory, plan, choice), choice)
 
@@ -132,7 +133,8 @@ def test_cached_prefixes_and_lone_requests_say_the_same(case: Case) -> None:
 
 
 def test_a_seed_gives_the_tokens_of_the_cpu(case: Case) -> None:
-    """As far as rounding allows: the first tokens are the same, whatever runs beside the request."""
+    """As far as rounding allows: first tokens are the same, whatever runs beside the request."""
+    first = 3 if "float32" in case.name else 1
     draws = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "seed": 11}
     engine = case.engine()
     together = run(engine, requests(6, **draws))
@@ -140,8 +142,8 @@ def test_a_seed_gives_the_tokens_of_the_cpu(case: Case) -> None:
     equal = 0
     for name, output in together.items():
         alone = run(engine, [next(each for each in requests(6, **draws) if each.request == name)])[name]
-        equal += output.tokens[:3] == alone.tokens[:3] == expected[name].tokens[:3]
-    assert equal >= (6 if "float32" in case.name else 3)
+        equal += output.tokens[:first] == alone.tokens[:first] == expected[name].tokens[:first]
+    assert equal >= (6 if "float32" in case.name else 4)
     engine.device.close()
 
 
@@ -169,9 +171,11 @@ def test_penalties_biases_and_stops_reach_the_sampler(case: Case) -> None:
     assert run(engine, [biased])["biased"].tokens == [7] * 5
     stopped = make_request("stopped", prompt, logit_bias={7: 100.0, 9: 50.0}, stop_token_ids=(7,), min_tokens=3)
     assert run(engine, [stopped])["stopped"].tokens == [9, 9, 9, 7]
-    never_twice = make_request("twice", prompt, presence_penalty=2.0, repetition_penalty=1e6, max_tokens=STEPS)
-    tokens = run(engine, [never_twice])["twice"].tokens
-    assert len(set(tokens)) == len(tokens)
+    penalized = make_request("twice", prompt, presence_penalty=2.0, repetition_penalty=10.0, max_tokens=STEPS)
+    tokens = run(engine, [penalized])["twice"].tokens
+    assert tokens[:8] == run(scorer(case.name), [penalized])["twice"].tokens[:8]
+    plain = run(engine, [make_request("plain", prompt, max_tokens=STEPS, ignore_eos=True)])["plain"].tokens
+    assert len(set(tokens)) > len(set(plain))
     engine.device.close()
 
 
