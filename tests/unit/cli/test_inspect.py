@@ -153,7 +153,7 @@ def test_layers_that_are_alike_are_one_part(llama_plan: Path, gemma_plan: Path) 
         *parts, last = split_layers(plan, program)
         assert [part.name for part in parts] == expected
         assert [program[index].op for index in last.launches[0]] == [
-            *("add_norm:model.norm", "linear:lm_head", "sample")
+            *("reduction:model.norm", "linear:lm_head", "sample")
         ]
         found = sorted(index for part in (*parts, last) for members in part.launches for index in members)
         assert found == list(range(len(program)))
@@ -378,7 +378,7 @@ def test_plans_of_two_models_can_be_compared(llama_plan: Path, gemma_plan: Path)
     assert ops["paged_attention"] == (4, 5)
     assert ops["linear"] == (17, 21)
     kinds = Counter(launch.op.partition(":")[0] for launch in read_plan(gemma_plan).buckets[0].launches)
-    assert ops["norm"][1] == kinds["norm"]
+    assert ops["reduction"][1] == kinds["reduction"]
     assert any(change.before is None for change in found["kernels"])
     backwards = changes_of(gemma_plan, llama_plan)
     assert len(backwards["ops"]) == len(found["ops"])
