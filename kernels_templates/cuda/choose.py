@@ -21,41 +21,48 @@ def choose_linear(
         return "linear_exact", {"real": real, "encoding": encoding}
     tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     if rows <= 32:
-        tile_columns, split, shared = _few(columns, inner, tile_rows)
+        tile_columns, split, depth, shared = _few(columns, inner, tile_rows)
     else:
-        tile_columns, split = _many(rows, columns, inner)
-        shared = 220_000 if split <= 2 else 110_000
-    steps = _up(inner, 64 * split)
-    stages = max(4, min(32 if rows <= 32 else 12, shared // ((tile_rows + tile_columns) * 128), steps))
-    stages -= stages % 2 if rows <= 32 else 0
-    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": 64}
+        (tile_columns, split), depth, shared = _many(rows, columns, inner), 64, 220_000
+    most = 32 if rows <= 32 else 12
+    stages = min(most, shared // ((tile_rows + tile_columns) * depth * 2), _up(inner, depth * split))
+    stages = max(4, stages - stages % 2 if rows <= 32 else stages)
+    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": depth}
     return "linear_skinny" if rows <= 32 else "linear_tiled", {"real": real, **sizes}
 
 
-def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int]:
-    """Columns of a tile, split of K and bytes of shared memory where reading the weight is all: every multiprocessor
-    should read as much, one block each with all of its shared memory, or two.
+def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int, int]:
+    """Columns of a tile, split of K, depth and bytes of shared memory where reading the weight is all: every
+    multiprocessor should read as much, in one block with all of its shared memory, or in more.
     """
     tiles = _up(columns, 64)
-    if 2 * _MULTIPROCESSORS < tiles <= 6 * _MULTIPROCESSORS:  # too few for an even share of small ones
+    if tiles > 6 * _MULTIPROCESSORS:
+        return 64, 1, 64, 74_000
+    if tiles > 2 * _MULTIPROCESSORS:  # too few for an even share of small ones
         if tile_rows <= 16:
-            return 32 * _up(columns, 64 * _MULTIPROCESSORS), 1, 106_000
-        return min(256, 32 * _up(columns, 32 * _MULTIPROCESSORS)), 1, 212_000
+            return 16 * _up(columns, 32 * _MULTIPROCESSORS), 1, 64, 106_000
+        return min(256, 32 * _up(columns, 32 * _MULTIPROCESSORS)), 1, 64, 212_000
+    if tiles > _MULTIPROCESSORS:
+        return 64, 1, 64, 106_000
+    if inner >= 4096 and columns >= 32 * 96:  # long enough for sums over all of K
+        shared = 106_000 if inner < 8192 and tile_rows <= 16 else 212_000
+        return 16 * _up(columns, 16 * _MULTIPROCESSORS), 1, 128, shared
     split = next((split for split in (1, 2, 4) if tiles * split >= 96 or inner <= 512 * split), 8)
-    return 64, split, 212_000 if split <= 2 and tiles * split <= _MULTIPROCESSORS else 106_000
+    return 64, split, 64, 212_000 if split <= 2 else 106_000
 
 
 def _many(rows: int, columns: int, inner: int) -> tuple[int, int]:
     """Columns of a tile and split of K where the rows fill a tile or more: an even number of tiles for every
     multiprocessor."""
     row_tiles = _up(rows, 64 if rows <= 64 else 128)
-    if row_tiles == 2 and inner >= 8192 and columns <= 64 * _MULTIPROCESSORS:
-        return 128, 2
+    if row_tiles == 2 and inner >= 8192 and 48 * 64 <= columns <= 64 * _MULTIPROCESSORS:
+        return 128, 2  # the larger tile multiplies faster than two of half its size
     rounds = _up(row_tiles * columns, 256 * _MULTIPROCESSORS)
     tile_columns = min(256, max(64, 32 * _up(row_tiles * columns, 32 * rounds * _MULTIPROCESSORS)))
     tiles = row_tiles * _up(columns, tile_columns)
-    split = next((split for split in (4, 2) if tiles * split <= _MULTIPROCESSORS and inner >= 512 * split), 1)
-    return tile_columns, split
+    if 4 * tiles <= _MULTIPROCESSORS and inner >= 2048:
+        return 128, 4
+    return tile_columns, 2 if 2 * tiles <= _MULTIPROCESSORS and inner >= 1024 else 1
 
 
 def _up(size: int, part: int) -> int:

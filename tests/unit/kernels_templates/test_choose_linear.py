@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from toolkit.compiler.codegen.cuda import SHARED_LIMITS
 from toolkit.kernels_templates.cuda.choose import choose_linear
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 
@@ -17,6 +18,8 @@ def test_tensor_cores_where_they_can(rows: int, columns: int, inner: int, real: 
     assert params["real"] == real
     for key, value in params.items():
         assert value in CUDA_FAMILIES[name].params[key]
+    grid = CUDA_FAMILIES[name].variant("sm90").grid(params | {"gated": True})
+    assert grid.shared <= SHARED_LIMITS["sm90"]
     assert name == "linear_tiled" or rows <= int(params["tile_rows"])
 
 
