@@ -54,8 +54,8 @@ def requirements(plan: Plan) -> Requirements:
 def sentences(found: Requirements, plan: Plan) -> Iterator[str]:
     """The requirements for people."""
     context = plan.model.max_context
-    names = found.instruction_set.split(",")
-    machine = f"{' or '.join(names)} GPU" if plan.modules else f"{found.instruction_set} CPU"
+    archs = " or ".join(found.instruction_set.rsplit(",", 1)).replace(",", ", ")
+    machine = f"{archs} GPU" if plan.modules else f"{found.instruction_set} CPU"
     yield (
         f"an {machine} and {size(found.memory)} of memory for one sequence of {context} tokens, "
         f"{size(found.memory_full_batch)} for {plan.max_batch}"

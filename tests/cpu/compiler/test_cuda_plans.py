@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.cli.tiny_plans import make_tiny_plan, no_modules
+from unit.cli.tiny_plans import SIZES, make_tiny_plan, no_modules
 
+from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
+from toolkit.cli.missing import find_missing
 from toolkit.compiler.codegen.cuda import REGISTERS, SHARED_LIMITS
 from toolkit.compiler.lower import NoKernelError
 from toolkit.kernels_templates.catalog import KernelSpec
@@ -139,7 +141,7 @@ def compiled(folder: Path, name: str) -> tuple[Path, Plan]:
     return path, read_plan(path)
 
 
-def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path) -> None:
+def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = compiled(tmp_path, "plan")
     assert plan.target == "sm80,sm90"
     assert [module.arch for module in plan.modules] == ["sm80", "sm90"]
@@ -154,6 +156,11 @@ def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path) -> Non
             assert kernel.entry.encode() in data[kernel.offset : kernel.offset + kernel.bytes]
             assert 0 < kernel.shared + kernel.static_shared <= SHARED_LIMITS[module.arch] or not kernel.shared
             assert kernel.registers * kernel.threads <= REGISTERS
+    assert main.run(["inspect", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "needs an sm80 or sm90 GPU" in text
+    assert "sm90: 512 threads" in text
+    assert f"kernels/sm90.bin: sm90, {plan.modules[1].bytes / 1024:.0f} KiB" in text
     again, _ = compiled(tmp_path, "again")
     for file in sorted(path.rglob("*")):
         assert file.is_dir() or file.read_bytes() == (again / file.relative_to(path)).read_bytes(), file
@@ -176,6 +183,13 @@ def test_all_that_is_missing_is_said_at_once(tmp_path: Path, monkeypatch: pytest
     assert "norm takes real float32, not 'bfloat16'" in text
     for layer in range(4):
         assert f"rope_kv_write:model.layers.{layer}.self_attn: there is no kernel rope_kv_write" in text
+
+
+def test_what_is_missing_is_explained_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    assert find_missing(tmp_path, target="sm80,sm86,sm89,sm90").missing == ()
+    found = find_missing(tmp_path, target="sm90", quant="int8").missing
+    assert any("o_proj" in each and "--quant bf16" in each for each in found)
 
 
 def test_quantized_weights_have_no_kernel_yet(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from toolkit.compiler.lowering import Unsupported
 from toolkit.compiler.ops import OPS, GraphBuilder
 from toolkit.compiler.program import make_programs
 from toolkit.compiler.shapes import Bounds, Sym
-from toolkit.compiler.targets import CPU
+from toolkit.compiler.targets import CPU, cuda_target
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.kernels_templates.packing import q8_row_bytes
-from toolkit.kernels_templates.registry import FAMILIES
+from toolkit.kernels_templates.registry import CUDA_FAMILIES, FAMILIES
 from toolkit.kernels_templates.render import arguments
-from toolkit.runtime.encodings import FLOAT32, Q4_1, Q8_0, Encoding
+from toolkit.runtime.encodings import BFLOAT16, FLOAT32, Q4_1, Q8_0, Encoding
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType, WeightArg
 
@@ -351,3 +351,50 @@ def test_lowering_is_deterministic() -> None:
     first, second = (checked(llama(Q4_1)) for _ in range(2))
     assert first == second
     assert first != checked(llama(Q8_0))
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_attention_reads_sinks_and_biases_as_floats_and_vectors_as_activations() -> None:
+    """Weights that kernels read as activations are stored in the plan's type, all other vectors as float32."""
+    build = GraphBuilder()
+    x = build.op("embedding", weight(build, "embed", (V, HEADS * D), BFLOAT16), build.input("tokens", "int32", (T,)))
+    x = build.op("mul", x, weight(build, "scale", (HEADS * D,)), name="scaled")
+    matrix = weight(build, "qkv", ((HEADS + 2 * KV_HEADS) * D, HEADS * D), BFLOAT16)
+    qkv = build.op("linear", x, matrix, weight(build, "bias", matrix.type.shape[:1]), has_bias=True)  # type: ignore[arg-type]
+    cache = build.cache(0, KV_HEADS, D, D)
+    q, state = build.ops(
+        "rope_kv_write",
+        *(qkv, cache),
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=D,
+        has_rope=False,
+        names=("q", "state"),
+    )
+    sinks = weight(build, "sinks", (HEADS,))
+    a = build.op(
+        "paged_attention", q, state, sinks, layer=0, scale=0.25, kv_heads=KV_HEADS, value_dim=D, has_sinks=True
+    )
+    rows = build.input("rows", "int32", (R,))
+    graph = build.build(build.op("take_rows", build.op("reshape", a, shape=(-1, HEADS * D)), rows))
+    programs = make_programs(graph, cuda_target(["sm90"]), BOUNDS, "int8", dtype="bfloat16")
+    assert [program.bucket.name for program in programs] == ["decode[1]", "decode[2]", "decode[4]", "tokens[32]"]
+    for program in programs:
+        weights = program.lowered.weights
+        found = {name: each.param.recipe.encoding for name, each in weights.items()}
+        assert found == {
+            **dict.fromkeys(("embed", "qkv", "scale"), BFLOAT16),
+            **dict.fromkeys(("bias", "sinks"), FLOAT32),
+        }
+        (call,) = (call for call in program.lowered.calls if "attention" in call.kernel.family)
+        specs = arguments(CUDA_FAMILIES[call.kernel.family], call.kernel)
+        args = {spec.name: arg for spec, arg in zip(specs, call.args, strict=True)}
+        assert args["sinks"] == WeightArg("sinks")
+        assert args["page_stride"] == InputArg("page_stride", 0)
+        assert ("scratch" in args) == program.bucket.decode
+        assert call.kernel.params["dtype"] == "int8"
+        limits = program.lowered.limits.bounds
+        assert program.lowered.buffers["q"].bytes == limits.max_tokens * HEADS * D * 2
+        assert all(call.barrier for call in program.lowered.calls)
