@@ -44,11 +44,10 @@ def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int, int]:
         return min(256, 32 * _up(columns, 32 * _MULTIPROCESSORS)), 1, 64, 212_000
     if tiles > _MULTIPROCESSORS:
         return 64, 1, 64, 106_000
-    if inner >= 4096 and columns >= 32 * 96:  # long enough for sums over all of K
-        shared = 106_000 if inner < 8192 and tile_rows <= 16 else 212_000
-        return 16 * _up(columns, 16 * _MULTIPROCESSORS), 1, 128, shared
-    split = next((split for split in (1, 2, 4) if tiles * split >= 96 or inner <= 512 * split), 8)
-    return 64, split, 64, 212_000 if split <= 2 else 106_000
+    if tile_rows == 32 and tiles > _MULTIPROCESSORS // 2:
+        return 16 * _up(columns, 16 * _MULTIPROCESSORS), 1, 128, 212_000
+    split = next((split for split in (1, 2, 4) if tiles * split >= 120 or inner <= 512 * split), 8)
+    return 64, split, 64, 212_000 if split <= 2 and tiles * split <= _MULTIPROCESSORS else 106_000
 
 
 def _many(rows: int, columns: int, inner: int) -> tuple[int, int]:
