@@ -14,7 +14,7 @@ from ..kernels_templates import expression as ex
 from ..kernels_templates.catalog import POINTWISE_INPUTS, ParamValue
 from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
 from ..kernels_templates.cuda.choose import choose_linear
-from ..kernels_templates.cuda.sample import sample_scratch
+from ..kernels_templates.cuda.sample import sample_parts, sample_scratch
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
@@ -566,8 +566,11 @@ def _sample(low: Lowering, logits: Value) -> None:
     }
     scratch = 4 * width
     if low.target.kind == "cuda":
-        args["tokens"] = InputArg("tokens")
         scratch = sample_scratch(width)
+        args["tokens"] = InputArg("tokens")
+        args["parts"] = low.new_buffer("sample:parts", rows, sample_parts(width))
+        measured = {name: args[name] for name in ("logits", "parts", "R", "V")}
+        low.call("sample_measure", {}, measured, "sample", flops=4 * count(rows) * width)
     args["scratch"] = low.new_buffer("sample:scratch", rows, scratch)
     low.call("sample", {}, args, "sample", flops=8 * count(rows) * width)
 

@@ -12,6 +12,7 @@ from ..runtime.plan import ArchName, IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .cuda.attention import decode_tiles, prefill_panels, prefill_tiles, takes_tensor_cores
+from .cuda.sample import PART
 from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
 from .registry import CUDA_FAMILIES, FAMILIES
@@ -34,7 +35,7 @@ def _environment() -> jinja2.Environment:
         "block_columns": block_columns,
         "block_offsets": block_offsets,
     }
-    environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP}
+    environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP, "sample_part": PART}
     environment.globals |= {
         each.__name__: each for each in (decode_tiles, prefill_panels, prefill_tiles, takes_tensor_cores)
     }

@@ -24,7 +24,7 @@ from linear import BANDWIDTH, POOL, RATE, Gpu, check, load
 from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.cuda.attention import BLOCKS, decode_scratch
-from toolkit.kernels_templates.cuda.sample import sample_scratch
+from toolkit.kernels_templates.cuda.sample import PART
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.step import MAX_TOP, RESULT, ROW
@@ -32,6 +32,7 @@ from toolkit.runtime.step import MAX_TOP, RESULT, ROW
 PAGE = 64
 VOCABULARY = 128256
 REAL: Mapping[str, ParamValue] = {"real": "bfloat16"}
+PARTIAL = np.dtype([("best", "<u8"), ("sum", "<f4"), ("finite", "<i4")])
 
 
 @dataclass(frozen=True)
@@ -130,26 +131,37 @@ def add_norm(model: Model, rows: int) -> Case:
 
 
 def sample(rows: int, name: str, **fields: Any) -> Case:
-    """A token a row."""
-    record = np.zeros(rows, ROW)
+    """A token a row, which has been measured."""
+    record, parts = np.zeros(rows, ROW), np.zeros((rows, -(-VOCABULARY // PART)), PARTIAL)
     for field, value in {"sample": 1, "top_p": 1.0, "repetition_penalty": 1.0, **fields}.items():
         record[field] = value
     record["seed"] = np.arange(rows)
+    parts["best"], parts["sum"], parts["finite"] = (0xBE000000 << 32) | 0xFFFFFFFF, 4000.0, 1  # 0.125, token 0
 
     def make(gpu: Gpu, number: int) -> dict[str, Any]:
         size = rows * VOCABULARY * 2
         return {
-            **{"logits": gpu.weights + number * size % (POOL - size), "rows": record.view(np.uint8)},
-            **{"tokens": np.zeros(rows, np.int32), "results": np.zeros(rows * RESULT.itemsize, np.uint8)},
+            **{"logits": gpu.weights + number * size % (POOL - size), "parts": parts.view(np.uint8)},
+            **{"rows": record.view(np.uint8), "tokens": np.zeros(rows, np.int32)},
+            **{"results": np.zeros(rows * RESULT.itemsize, np.uint8), "scratch": gpu.out, "R": rows, "V": VOCABULARY},
             **{
                 "top_tokens": np.zeros((rows, MAX_TOP), np.int32),
                 "top_logprobs": np.zeros((rows, MAX_TOP), np.float32),
             },
-            **{"scratch": gpu.out, "R": rows, "V": VOCABULARY},
         }
 
-    assert rows * sample_scratch(VOCABULARY) <= POOL
-    return Case(f"sample {name} {rows}", KernelSpec("sample", REAL), make, rows * VOCABULARY * 2)
+    moved = rows * VOCABULARY * 2 if fields else rows * parts.shape[1] * PARTIAL.itemsize
+    return Case(f"sample {name} {rows}", KernelSpec("sample", REAL), make, moved)
+
+
+def sample_measure(rows: int) -> Case:
+    """The best token of each part of rows."""
+
+    def make(gpu: Gpu, number: int) -> dict[str, Any]:
+        size = rows * VOCABULARY * 2
+        return {"logits": gpu.weights + number * size % (POOL - size), "parts": gpu.out, "R": rows, "V": VOCABULARY}
+
+    return Case(f"sample_measure {rows}", KernelSpec("sample_measure", REAL), make, rows * VOCABULARY * 2)
 
 
 def cases() -> Iterator[Case]:
@@ -163,6 +175,7 @@ def cases() -> Iterator[Case]:
             yield rope_kv_write(model, rows)
             yield add_norm(model, rows)
     for rows in (1, 32, 256):
+        yield sample_measure(rows)
         yield sample(rows, "greedy")
         yield sample(rows, "temperature", temperature=0.6)
         yield sample(rows, "top_p", temperature=0.6, top_p=0.95)

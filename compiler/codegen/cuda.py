@@ -20,7 +20,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -95,30 +95,42 @@ def compile_ptx(kernel: KernelSpec, arch: ArchName) -> bytes:
     """The kernel as PTX, which drivers compile for newer GPUs too. Raises InternalError with the compiler's message."""
     source = render_cuda(kernel, arch)
     key = content_key(_key(source, arch), "ptx")
-    return cached(
-        key, ".ptx", lambda target: target.write_bytes(_translate(source, kernel, arch, "ptx")[0])
-    ).read_bytes()
+    return cached(key, ".ptx", lambda target: target.write_bytes(_to_ptx(source, kernel, arch))).read_bytes()
 
 
-def _translate(source: str, kernel: KernelSpec, arch: ArchName, kind: Literal["cubin", "ptx"]) -> tuple[bytes, str]:
-    """What NVRTC makes of a source, and what it says."""
+def _to_ptx(source: str, kernel: KernelSpec, arch: ArchName) -> bytes:
+    from cuda.bindings import nvrtc  # cuda.core asks the driver first, which need not be here
+
+    options = [
+        *(f"--gpu-architecture={_target(arch).replace('sm', 'compute')}", "-std=c++17"),
+        *("--device-as-default-execution-space", *(f"-I{folder}" for folder in _includes())),
+    ]
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    if int(status):
+        log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise InternalError(f"compiling {kernel.symbol} for {arch} failed: {log.decode()[-4000:]}")
+    ptx = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return ptx
+
+
+def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=_target(arch), include_path=_includes(), **_OPTIONS)
     log = io.StringIO()
     try:
-        code = Program(source, code_type="c++", options=options).compile(kind, logs=log).code
+        cubin = Program(source, code_type="c++", options=options).compile("cubin", logs=log).code
     except Exception as error:
         raise InternalError(
             f"compiling {kernel.symbol} for {arch} failed: {error}\n{log.getvalue()[-4000:]}"
         ) from error
-    return bytes(code), log.getvalue()
-
-
-def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
-    cubin, text = _translate(source, kernel, arch, "cubin")
+    text = log.getvalue()
     return Compiled(
-        cubin,
+        bytes(cubin),
         _found(r"Used (\d+) registers", text),
         _found(r"(\d+) bytes smem", text),
         _found(r"(\d+) bytes spill stores", text),

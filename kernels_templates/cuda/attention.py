@@ -177,9 +177,11 @@ def prefill_tiles(key_dim: int, value_dim: int, dtype: str) -> PrefillTiles:
 
 @dataclass(frozen=True)
 class PrefillPanels:
-    """Shared memory of `attention_prefill` on sm90: 128 queries, two stages of `keys` keys and values, in panels of 64
-    16-bit columns."""
+    """Shared memory of `attention_prefill` on sm90: `rows` queries, two stages of `keys` keys and values, in panels of
+    64 16-bit columns.
+    """
 
+    rows: int
     keys: int
     key_panels: int
     value_panels: int
@@ -187,13 +189,13 @@ class PrefillPanels:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory, with room to begin at a multiple of 1024."""
-        return 1024 + 128 * (self.key_panels * 128 + 2 * self.keys * (self.key_panels + self.value_panels))
+        return 1024 + 128 * (self.key_panels * self.rows + 2 * self.keys * (self.key_panels + self.value_panels))
 
 
 def prefill_panels(key_dim: int, value_dim: int) -> PrefillPanels:
-    """Wide heads leave registers for fewer keys at once."""
+    """Wide heads leave registers for fewer rows and keys at once."""
     key_panels, value_panels = -(-key_dim // 64), -(-value_dim // 64)
-    return PrefillPanels(128 if max(key_panels, value_panels) <= 2 else 64, key_panels, value_panels)
+    return PrefillPanels(128, 128 if max(key_panels, value_panels) <= 2 else 64, key_panels, value_panels)
 
 
 def _persistent(threads: int, shared: int = 0) -> Grid:
@@ -212,7 +214,8 @@ def _prefill_grid(hopper: bool, params: Mapping[str, ParamValue]) -> Grid:
     if not takes_tensor_cores(str(params["real"]), dtype):
         return _persistent(256)
     if hopper and dtype != "int8":
-        return _persistent(256, prefill_panels(*dims).shared)
+        panels = prefill_panels(*dims)
+        return _persistent(panels.rows * 2, panels.shared)
     return _persistent(256, 2 * prefill_tiles(*dims, dtype).stage_bytes)
 
 

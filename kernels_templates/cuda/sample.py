@@ -1,27 +1,31 @@
-"""The CUDA kernel family of the sampler."""
+"""The CUDA kernel families of the sampler: one measures rows of logits, the other draws."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ..catalog import ArgSpec, Axis, Family, Grid, ParamValue, dim_arg, int_arg
+from ..catalog import ArgSpec, Axis, Family, Grid, dim_arg, int_arg
 from .basic import REALS, real_arg
 
-PART = 8192
+PART = 4096
 """Logits of a row that one block measures."""
 
 
-def _grid(params: Mapping[str, ParamValue]) -> Grid:
-    return Grid(512, Axis(("V",), PART), Axis(("R",)))
-
+SAMPLE_MEASURE = Family(
+    name="sample_measure",
+    template="cuda/sample_measure.cu.j2",
+    params={"real": REALS},
+    args=(real_arg("logits"), ArgSpec("parts", "partial *", "out"), dim_arg("R"), int_arg("V")),
+    ops=(),
+    doc="What `sample` needs to know of each row of logits[R, V]: `parts` has `sample_parts` bytes a row.",
+    grid=lambda params: Grid(256, Axis(("V",), PART), Axis(("R",))),
+)
 
 SAMPLE = Family(
     name="sample",
     template="cuda/sample.cu.j2",
     params={"real": REALS},
     args=(
-        *(real_arg("logits"), ArgSpec("rows", "const toolkit_row *", "input")),
-        ArgSpec("tokens", "const int32_t *", "input"),
+        *(real_arg("logits"), ArgSpec("parts", "const partial *", "in")),
+        *(ArgSpec("rows", "const toolkit_row *", "input"), ArgSpec("tokens", "const int32_t *", "input")),
         ArgSpec("results", "toolkit_result *", "input"),
         ArgSpec("top_tokens", "int32_t *", "input"),
         ArgSpec("top_logprobs", "float *", "input"),
@@ -30,15 +34,20 @@ SAMPLE = Family(
     ),
     ops=(),
     doc="Draws a token from each row of logits[R, V], and reports log-probabilities; see ROW in runtime/step.py. The "
-    "last token of the history of a row that samples is tokens[row.token]. `scratch` has `sample_scratch` bytes a row. "
-    "R is at most 65536.",
-    grid=_grid,
+    "last token of the history of a row that samples is tokens[row.token]. `parts` is what `sample_measure` wrote; "
+    "`scratch` has `sample_scratch` bytes a row.",
+    grid=lambda params: Grid(512, Axis(("R",))),
 )
 
 
+def sample_parts(vocabulary: int) -> int:
+    """Bytes of what is measured of a row."""
+    return 16 * -(-vocabulary // PART)
+
+
 def sample_scratch(vocabulary: int) -> int:
-    """Bytes of scratch memory of a row: its scores, and 16 bytes for each block."""
-    return 4 * (-(-vocabulary // 4) * 4) + 16 * -(-vocabulary // PART)
+    """Bytes of scratch memory of a row: its scores."""
+    return 4 * (-(-vocabulary // 4) * 4)
 
 
-FAMILIES: tuple[Family, ...] = (SAMPLE,)
+FAMILIES: tuple[Family, ...] = (SAMPLE_MEASURE, SAMPLE)

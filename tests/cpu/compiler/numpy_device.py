@@ -280,6 +280,10 @@ def _softmax(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     _put(a.out, x / x.sum(axis=1, keepdims=True))
 
 
+def _sample_measure(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    """`_sample` needs nothing of it."""
+
+
 def _sample(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     """Writes the log-probabilities that rows ask for; draws nothing."""
     logits = _matrix(a.logits, a.R, a.V).astype(np.float64)
@@ -305,5 +309,6 @@ KERNELS: Mapping[str, Callable[[Params, Any, Mapping[str, Any]], None]] = {
     "copy": _copy,
     "reduce": _reduce,
     "softmax": _softmax,
+    "sample_measure": _sample_measure,
     "sample": _sample,
 }

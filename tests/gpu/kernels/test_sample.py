@@ -12,7 +12,7 @@ from cpu.kernels.sample_rows import KINDS, is_clear, log_softmax, make_logits
 from gpu.kernels.harness import Buffer, run
 from gpu.kernels.numbers import store, value
 
-from toolkit.kernels_templates.cuda.sample import sample_scratch
+from toolkit.kernels_templates.cuda.sample import sample_parts, sample_scratch
 from toolkit.kernels_templates.reference import SampleRow, kept_probabilities, scores_of, uniform
 from toolkit.runtime.step import MAX_TOP, RESULT, ROW
 
@@ -62,10 +62,13 @@ def sample(logits: Floats, rows: list[SampleRow], real: str = "float32", top_n: 
             point(record, "mask", np.packbits(bits, bitorder="little").view(np.uint32))
         if full:
             full_rows.append(point(record, "logprobs", np.full(size, np.nan, np.float32)))
+    parts = np.empty((count, sample_parts(size)), np.uint8)
+    parts = run("sample_measure", {"real": real}, logits=stored, parts=parts, R=count, V=size)["parts"]
     found = run(
         "sample",
         {"real": real},
         logits=stored,
+        parts=parts,
         rows=packed.view(np.uint8),
         tokens=tokens,
         results=np.full((count, RESULT.itemsize), 0xFF, np.uint8),
