@@ -24,13 +24,18 @@ pytestmark = pytest.mark.skipif(
 def check(found: Generation, expected: dict[str, Any]) -> int:
     """At the first token that differs, each side's must be among the other's five best. How many were equal."""
     output = found.outputs[0]
-    assert output.logprobs is not None
+    logprobs = output.logprobs
+    assert logprobs is not None
     for index, (mine, other) in enumerate(zip(output.token_ids, expected["tokens"], strict=True)):
         if mine != other:
             assert mine in expected["top"][index]
-            assert other in sorted(output.logprobs[index], key=lambda token: -output.logprobs[index][token])[:5]
+            assert other in _best(logprobs[index])
             return index
     return len(output.token_ids)
+
+
+def _best(logprobs: dict[int, float]) -> list[int]:
+    return sorted(logprobs, key=lambda token: -logprobs[token])[:5]
 
 
 @pytest.mark.parametrize("together", [False, True])
