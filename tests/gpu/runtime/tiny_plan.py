@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +13,16 @@ from toolkit.compiler.codegen.cuda import build_modules
 from toolkit.compiler.emit import write_plan
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.cuda import runtime_kernels
-from toolkit.kernels_templates.cuda.sample import sample_scratch
+from toolkit.kernels_templates.cuda.sample import sample_parts, sample_scratch
+from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.plan import (
     MAJOR,
     MINOR,
     ArchName,
     ArenaArg,
+    Arg,
     Bucket,
     CacheResource,
     ConstArg,
@@ -40,9 +44,12 @@ from toolkit.runtime.step import ABI_HASH
 Floats = npt.NDArray[np.float32]
 FILE = "weights.safetensors"
 VOCABULARY, CONTEXT, PAGE_TOKENS, PAGE_BYTES, MAX_BATCH, MAX_TOKENS = 200, 512, 64, 4096, 8, 64
+ROW = 4 * VOCABULARY
+INPUTS = ("rows", "tokens", "results", "top_tokens", "top_logprobs")
 KERNELS = {
     "embedding": KernelSpec("embedding", {"real": "float32", "encoding": "f32"}),
     "take_rows": KernelSpec("take_rows", {"real": "float32"}),
+    "sample_measure": KernelSpec("sample_measure", {"real": "float32"}),
     "sample": KernelSpec("sample", {"real": "float32"}),
 }
 
@@ -60,7 +67,6 @@ def make_plan(directory: Path, *, arch: ArchName = "sm90", random: bool = False)
     (directory / FILE).write_bytes(bytes(64) + data)
     size = 64 + len(data)
     digest = hashlib.sha256((directory / FILE).read_bytes()).hexdigest()
-    buckets = [(f"decode[{size}]", size, True) for size in (1, 2, 4, 8)] + [("tokens[64]", MAX_TOKENS, False)]
     plan = Plan(
         format="toolkit-plan",
         major=MAJOR,
@@ -72,7 +78,7 @@ def make_plan(directory: Path, *, arch: ArchName = "sm90", random: bool = False)
         ),
         target=arch,
         max_batch=MAX_BATCH,
-        buckets=tuple(_bucket(name, tokens, decode) for name, tokens, decode in buckets),
+        buckets=buckets(),
         kernels={name: Kernel(spec.family, dict(spec.params), "") for name, spec in specs.items()},
         libraries=(),
         modules=modules,
@@ -91,37 +97,57 @@ def make_plan(directory: Path, *, arch: ArchName = "sm90", random: bool = False)
 
 
 def _arena(tokens: int) -> int:
-    return tokens * (2 * 4 * VOCABULARY + sample_scratch(VOCABULARY))
+    return tokens * (2 * ROW + sample_parts(VOCABULARY) + sample_scratch(VOCABULARY))
+
+
+def buckets() -> tuple[Bucket, ...]:
+    """Launch programs whose arguments are bound by name: AssertionError if a kernel has others."""
+    sizes = [(f"decode[{size}]", size, True) for size in (1, 2, 4, 8)] + [("tokens[64]", MAX_TOKENS, False)]
+    return tuple(_bucket(name, tokens, decode) for name, tokens, decode in sizes)
+
+
+def _launch(family: str, **args: Arg) -> Launch:
+    names = [spec.name for spec in arguments(CUDA_FAMILIES[family], KERNELS[family])]
+    assert set(names) == args.keys()
+    return Launch(family, tuple(args[name] for name in names), op=family)
 
 
 def _bucket(name: str, tokens: int, decode: bool) -> Bucket:
-    sequences = min(tokens, MAX_BATCH)
-    row = 4 * VOCABULARY
-    all_rows = ArenaArg(0, tokens * row, "x")
-    taken = ArenaArg(tokens * row, tokens * row, "logits")
-    scratch = ArenaArg(2 * tokens * row, tokens * sample_scratch(VOCABULARY), "scratch")
-    size = ConstArg(VOCABULARY)
+    used = 0
+
+    def buffer(row_bytes: int) -> ArenaArg:
+        nonlocal used
+        used += tokens * row_bytes
+        return ArenaArg(used - tokens * row_bytes, tokens * row_bytes, "x")
+
+    x, logits_, parts = buffer(ROW), buffer(ROW), buffer(sample_parts(VOCABULARY))
+    inputs: dict[str, Any] = {name: InputArg(name) for name in INPUTS}
+    size, rows = ConstArg(VOCABULARY), DimArg("R")
     return Bucket(
-        name,
-        tokens,
-        sequences,
-        tokens,
+        *(name, tokens, min(tokens, MAX_BATCH), tokens),
         (
-            Launch(
-                "embedding",
-                (WeightArg("table"), InputArg("tokens"), all_rows, DimArg("T"), size, size, ConstArg(1.0)),
-                op="embedding",
+            _launch(
+                *("embedding",),
+                weight=WeightArg("table"),
+                ids=InputArg("tokens"),
+                out=x,
+                T=DimArg("T"),
+                V=size,
+                W=size,
+                scale=ConstArg(1.0),
             ),
-            Launch("take_rows", (all_rows, InputArg("rows"), taken, DimArg("R"), size), op="take_rows"),
+            _launch("take_rows", x=x, rows=InputArg("rows"), out=logits_, R=rows, W=size),
         ),
         (
-            Launch(
-                "sample",
-                (
-                    *(taken, InputArg("rows"), InputArg("tokens"), InputArg("results")),
-                    *(InputArg("top_tokens"), InputArg("top_logprobs"), scratch, DimArg("R"), size),
-                ),
-                op="sample",
+            _launch("sample_measure", logits=logits_, parts=parts, R=rows, V=size),
+            _launch(
+                *("sample",),
+                logits=logits_,
+                parts=parts,
+                scratch=buffer(sample_scratch(VOCABULARY)),
+                R=rows,
+                V=size,
+                **inputs,
             ),
         ),
         decode=decode,

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from gpu.runtime.tiny_plan import buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.runtime.sample_plan import sample_plan
@@ -241,3 +242,8 @@ def test_memory_for_what_rows_point_to_grows_and_is_kept() -> None:
         assert second - first == UNIT
     assert [memory.closed for memory in made] == [True, False]
     assert made[-1].bytes >= 70_000
+
+
+def test_the_plan_made_by_hand_fits_the_kernels() -> None:
+    """The tests on a GPU use it; that no kernel has other arguments by now shows without one."""
+    assert [bucket.decode for bucket in buckets()] == [True] * 4 + [False]
