@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..catalog import ArgSpec, Axis, Family, Grid, dim_arg, int_arg
 from .basic import REALS, real_arg
 
-PART = 4096
-"""Logits of a row that one block measures."""
+PART = 1024
+"""Logits of a row that one warp measures."""
 
 
 SAMPLE_MEASURE = Family(
@@ -16,7 +16,7 @@ SAMPLE_MEASURE = Family(
     args=(real_arg("logits"), ArgSpec("parts", "partial *", "out"), dim_arg("R"), int_arg("V")),
     ops=(),
     doc="What `sample` needs to know of each row of logits[R, V]: `parts` has `sample_parts` bytes a row.",
-    grid=lambda params: Grid(256, Axis(("V",), PART), Axis(("R",))),
+    grid=lambda params: Grid(256, Axis(("V",), 8 * PART), Axis(("R",))),
 )
 
 SAMPLE = Family(
