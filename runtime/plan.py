@@ -27,6 +27,8 @@ IsaName = Literal["x86-64-v3", "x86-64-v4"]
 
 ArchName = Literal["sm80", "sm86", "sm89", "sm90"]
 """GPU architectures, by compute capability."""
+CodeForm = Literal["cubin", "ptx"]
+"""Code of a GPU kernel: machine code for one architecture, or what drivers compile for any newer one too."""
 TargetKind = Literal["cpu", "cuda"]
 """Kinds of machine, each with kernels and a device of its own."""
 
@@ -188,7 +190,7 @@ class CudaKernel(_Record, frozen=True):
     """A kernel as machine code for one GPU architecture, and how it is launched."""
 
     offset: int
-    """Of its cubin in the module's file."""
+    """Of its code in the module's file."""
     bytes: int
     entry: str
     threads: int
@@ -207,7 +209,7 @@ class CudaKernel(_Record, frozen=True):
 
 
 class CudaModule(_Record, frozen=True):
-    """The kernels of a plan for one GPU architecture. The loader takes the one that matches the GPU."""
+    """The kernels of a plan for one GPU architecture. The loader takes the one that suits the GPU best."""
 
     arch: ArchName
     file: str
@@ -215,6 +217,7 @@ class CudaModule(_Record, frozen=True):
     sha256: str
     kernels: dict[str, CudaKernel]
     """By name in `Plan.kernels`."""
+    form: CodeForm = "cubin"
 
 
 class Library(_Record, frozen=True):

@@ -170,7 +170,7 @@ def load(spec: KernelSpec) -> Any:
     """The kernel as a function of the driver."""
     from cuda.bindings import driver
 
-    module = check(driver.cuModuleLoadData(compile_kernel(spec, "sm90").cubin))
+    module = check(driver.cuModuleLoadData(compile_kernel(spec, "sm90").code))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     check(driver.cuFuncSetAttribute(function, attribute, launch_grid(spec, "sm90").shared))

@@ -263,7 +263,7 @@ def _kernels(plan: Plan, launches: Sequence[LaunchReport], tuning: Tuning | None
 
 
 def _resources(plan: Plan, name: str) -> list[Resources]:
-    found = ((module.arch, module.kernels.get(name)) for module in plan.modules)
+    found = ((module.arch, module.kernels.get(name)) for module in plan.modules if module.form == "cubin")
     return [
         Resources(arch, each.threads, each.registers, each.shared + each.static_shared, each.spilled)
         for arch, each in found

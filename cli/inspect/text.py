@@ -142,7 +142,8 @@ def _print_kernels(console: Console, data: Inspection) -> None:
     for library in data.libraries:
         console.print(f"{library.file}: {library.isa}, {library.bytes / 1024:.0f} KiB", style="dim")
     for module in data.modules:
-        console.print(f"{module.file}: {module.arch}, {module.bytes / 1024:.0f} KiB", style="dim")
+        archs = f"{module.arch} and newer, as PTX" if module.form == "ptx" else module.arch
+        console.print(f"{module.file}: {archs}, {module.bytes / 1024:.0f} KiB", style="dim")
 
 
 def describe_code(kernel: KernelReport) -> str:

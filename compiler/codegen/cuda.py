@@ -28,12 +28,11 @@ from ...kernels_templates.catalog import Axis, Grid, KernelSpec, ParamValue
 from ...kernels_templates.registry import CUDA_FAMILIES
 from ...kernels_templates.render import arguments, render_cuda
 from ...runtime.errors import InternalError, UserError
-from ...runtime.plan import ArchName, CudaKernel, CudaModule, GridAxis, TensorMap
+from ...runtime.plan import ArchName, CodeForm, CudaKernel, CudaModule, GridAxis, TensorMap
 from ..cache import cached, cached_path, content_key
 
 SHARED_LIMITS: Mapping[ArchName, int] = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
 """Bytes of shared memory that a block may have (CUDA C++ programming guide, compute capabilities)."""
-_SUFFIX = ".cubin"
 REGISTERS = 65_536
 """Of a multiprocessor, on every architecture here."""
 _OPTIONS: Mapping[str, Any] = {
@@ -44,9 +43,9 @@ _OPTIONS: Mapping[str, Any] = {
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """A cubin, and what it takes of a multiprocessor."""
+    """Code of a kernel, and what its machine code takes of a multiprocessor."""
 
-    cubin: bytes
+    code: bytes = msgspec.field(name="cubin")
     registers: int
     """A thread."""
     shared: int
@@ -74,7 +73,7 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
     source = render_cuda(kernel, arch)
     path = cached(
         _key(source, arch),
-        _SUFFIX,
+        ".cubin",
         lambda target: target.write_bytes(msgspec.msgpack.encode(_compile(source, kernel, arch))),
     )
     compiled = msgspec.msgpack.decode(path.read_bytes(), type=Compiled)
@@ -94,8 +93,15 @@ def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
 def compile_ptx(kernel: KernelSpec, arch: ArchName) -> bytes:
     """The kernel as PTX, which drivers compile for newer GPUs too. Raises InternalError with the compiler's message."""
     source = render_cuda(kernel, arch)
-    key = content_key(_key(source, arch), "ptx")
-    return cached(key, ".ptx", lambda target: target.write_bytes(_to_ptx(source, kernel, arch))).read_bytes()
+    return cached(
+        _key(source, arch), ".ptx", lambda target: target.write_bytes(_to_ptx(source, kernel, arch))
+    ).read_bytes()
+
+
+def compile_form(kernel: KernelSpec, arch: ArchName, form: CodeForm) -> Compiled:
+    """A kernel's code in either form, with what its machine code takes. Raises InternalError as `compile_kernel`."""
+    compiled = compile_kernel(kernel, arch)
+    return compiled if form == "cubin" else msgspec.structs.replace(compiled, code=compile_ptx(kernel, arch))
 
 
 def _to_ptx(source: str, kernel: KernelSpec, arch: ArchName) -> bytes:
@@ -179,6 +185,7 @@ class _Order(msgspec.Struct, frozen=True):
     family: str
     params: dict[str, ParamValue]
     arch: ArchName
+    form: CodeForm
 
 
 class Compilers:
@@ -203,14 +210,14 @@ class Compilers:
         for process in self._started:
             process.communicate()  # the end of its input ends it
 
-    def compile(self, jobs: Iterable[tuple[KernelSpec, ArchName]]) -> Iterator[Compiled]:
-        """The machine code of each, in order. Raises InternalError as `compile_kernel` does."""
+    def compile(self, jobs: Iterable[tuple[KernelSpec, ArchName, CodeForm]]) -> Iterator[Compiled]:
+        """The code of each, in order. Raises InternalError as `compile_kernel` does."""
         return self._pool.map(lambda job: self._compile(*job), jobs)
 
-    def _compile(self, kernel: KernelSpec, arch: ArchName) -> Compiled:
-        if not cached_path(_key(render_cuda(kernel, arch), arch), _SUFFIX).exists():
-            self._have_compiled(_Order(kernel.family, dict(kernel.params), arch))
-        return compile_kernel(kernel, arch)  # if that failed, this says why
+    def _compile(self, kernel: KernelSpec, arch: ArchName, form: CodeForm) -> Compiled:
+        if not cached_path(_key(render_cuda(kernel, arch), arch), f".{form}").exists():
+            self._have_compiled(_Order(kernel.family, dict(kernel.params), arch, form))
+        return compile_form(kernel, arch, form)  # if that failed, this says why
 
     def _have_compiled(self, order: _Order) -> None:
         process = self._idle.get()
@@ -236,7 +243,7 @@ def main() -> None:
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=_Order)
         with suppress(Exception):  # the parent meets it too
-            compile_kernel(KernelSpec(order.family, order.params), order.arch)
+            compile_form(KernelSpec(order.family, order.params), order.arch, order.form)
         print(flush=True)
 
 
@@ -249,32 +256,38 @@ def build_modules(
     directory: Path,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CudaModule, ...]:
-    """Compile `kernels` (by the names that launches use) and write `directory/kernels/ARCH.bin` for every architecture.
+    """Compile `kernels` (by the names that launches use) and write `directory/kernels/ARCH.bin` for every architecture,
+    and the PTX of the newest one below sm90, whose own instructions no newer GPU has.
 
     `progress` gets (what, done, of).
     """
-    jobs = [(arch, name) for arch in archs for name in sorted(kernels)]
-    found: dict[ArchName, dict[str, Compiled]] = {arch: {} for arch in archs}
+    portable = [arch for arch in sorted(archs) if arch != "sm90"][-1:]
+    modules: list[tuple[ArchName, CodeForm]] = [
+        *((arch, "cubin") for arch in archs),
+        *((arch, "ptx") for arch in portable),
+    ]
+    jobs = [(*module, name) for module in modules for name in sorted(kernels)]
+    found: dict[tuple[ArchName, CodeForm], dict[str, Compiled]] = {module: {} for module in modules}
     with Compilers() as compilers:
-        results = compilers.compile([(kernels[name], arch) for arch, name in jobs])
-        for done, ((arch, name), compiled) in enumerate(zip(jobs, results, strict=True), 1):
-            found[arch][name] = compiled
+        results = compilers.compile([(kernels[name], arch, form) for arch, form, name in jobs])
+        for done, ((arch, form, name), compiled) in enumerate(zip(jobs, results, strict=True), 1):
+            found[arch, form][name] = compiled
             if progress is not None:
-                progress(f"{name} for {arch}", done, len(jobs))
+                progress(f"{name} for {arch}{' and newer' if form == 'ptx' else ''}", done, len(jobs))
     (directory / "kernels").mkdir(exist_ok=True)
-    return tuple(_write(arch, found[arch], kernels, directory) for arch in archs)
+    return tuple(_write(*module, found[module], kernels, directory) for module in modules)
 
 
 def _write(
-    arch: ArchName, compiled: Mapping[str, Compiled], kernels: Mapping[str, KernelSpec], directory: Path
+    arch: ArchName, form: CodeForm, compiled: Mapping[str, Compiled], kernels: Mapping[str, KernelSpec], directory: Path
 ) -> CudaModule:
-    file, data, entries = f"kernels/{arch}.bin", bytearray(), {}
+    file, data, entries = f"kernels/{arch}{'-ptx' if form == 'ptx' else ''}.bin", bytearray(), {}
     for name, each in compiled.items():
         entries[name] = _entry(kernels[name], arch, each, len(data))
-        data += each.cubin
+        data += each.code
         data += bytes(-len(data) % 64)
     (directory / file).write_bytes(data)
-    return CudaModule(arch, file, len(data), sha256(data).hexdigest(), entries)
+    return CudaModule(arch, file, len(data), sha256(data).hexdigest(), entries, form)
 
 
 def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) -> CudaKernel:
@@ -284,7 +297,7 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
     axis = partial(_axis, names=names)
     return CudaKernel(
         offset=offset,
-        bytes=len(compiled.cubin),
+        bytes=len(compiled.code),
         entry=kernel.symbol,
         threads=grid.threads,
         grid=(axis(grid.x), axis(grid.y), axis(grid.z)),

@@ -53,7 +53,7 @@ class CudaDevice:
         """Raises UserError if this machine has no GPU that the plan can run on, or too little memory."""
         self.plan = plan
         gpu = self._gpu = Gpu()
-        module = choose_module(plan.modules, gpu.arch, gpu.name)
+        module = choose_module(plan.modules, gpu.arch, gpu.name, gpu.shared_memory)
         self.isa: str = module.arch
         self.name = gpu.name
         self._layout = Layout(plan)

@@ -63,6 +63,8 @@ class Gpu:
         self.name = device_name(driver, self.handle)
         self.arch = architecture(driver, self.handle)
         self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
+        self.shared_memory = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        """Bytes that a block may have."""
         self.overlaps = self._attribute("COMPUTE_CAPABILITY_MAJOR") >= 9
         """Whether a kernel can be launched before the one before it has ended."""
 

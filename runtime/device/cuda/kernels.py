@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ...errors import UserError
 from ...load import verify_file
-from ...plan import CudaKernel, CudaModule
+from ...plan import ArchName, CudaKernel, CudaModule
 from .driver import Gpu, call
 
 _PLAIN_SHARED = 48 << 10
@@ -72,12 +72,28 @@ class Kernels:
         self._modules, self._found = [], {}
 
 
-def choose_module(modules: Sequence[CudaModule], arch: str, name: str) -> CudaModule:
-    """The module for a GPU of this architecture and name. Raises UserError if the plan has none."""
-    for module in modules:
-        if module.arch == arch:
+def choose_module(modules: Sequence[CudaModule], arch: str, name: str, shared: int) -> CudaModule:
+    """The module for a GPU of this architecture and name, whose blocks may have `shared` bytes of shared memory.
+
+    That is one of its own architecture, or machine code for an older GPU of its generation, or else PTX, which its
+    driver compiles. Raises UserError if the plan has none.
+    """
+    for module in sorted(modules, key=lambda module: (module.form, -_capability(module.arch))):
+        if _runs(module, arch) and all(each.shared + each.static_shared <= shared for each in module.kernels.values()):
             return module
-    held = " and ".join(module.arch for module in modules)
-    raise UserError(
-        f"this plan holds kernels for {held}, but this machine's {name} is {arch}: compile with --target {arch}"
-    )
+    held = " and ".join(module.arch for module in modules if module.form == "cubin")
+    newest = [each for each in get_args(ArchName) if _capability(each) <= _capability(arch)][-1:]
+    advice = f"compile with --target {newest[0] if arch in newest else 'sm89'}" if newest else "use sm80 or newer"
+    raise UserError(f"this plan holds kernels for {held}, but this machine's {name} is {arch}: {advice}")
+
+
+def _runs(module: CudaModule, arch: str) -> bool:
+    """Whether a GPU of an architecture takes the module's code, its size aside."""
+    own, other = _capability(module.arch), _capability(arch)
+    if module.form == "ptx":
+        return own <= other
+    return own == other or (module.arch != "sm90" and own // 10 == other // 10 and own < other)
+
+
+def _capability(arch: str) -> int:
+    return int(arch.removeprefix("sm"))

@@ -144,7 +144,11 @@ def compiled(folder: Path, name: str) -> tuple[Path, Plan]:
 def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plan = compiled(tmp_path, "plan")
     assert plan.target == "sm80,sm90"
-    assert [module.arch for module in plan.modules] == ["sm80", "sm90"]
+    assert [(module.arch, module.form) for module in plan.modules] == [
+        ("sm80", "cubin"),
+        ("sm90", "cubin"),
+        ("sm80", "ptx"),
+    ]
     assert {launch.kernel for bucket in plan.buckets for launch in bucket.launches} < plan.kernels.keys()
     assert {spec.symbol for spec in runtime_kernels()} < plan.kernels.keys()
     for module in plan.modules:
@@ -152,7 +156,7 @@ def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys
         assert sha256(data).hexdigest() == module.sha256
         assert module.kernels.keys() == plan.kernels.keys()
         for kernel in module.kernels.values():
-            assert data[kernel.offset : kernel.offset + 4] == b"\x7fELF"
+            assert (data[kernel.offset : kernel.offset + 4] == b"\x7fELF") == (module.form == "cubin")
             assert kernel.entry.encode() in data[kernel.offset : kernel.offset + kernel.bytes]
             assert 0 < kernel.shared + kernel.static_shared <= SHARED_LIMITS[module.arch] or not kernel.shared
             assert kernel.registers * kernel.threads <= REGISTERS
@@ -161,6 +165,7 @@ def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys
     assert "needs an sm80 or sm90 GPU" in text
     assert "sm90: 512 threads" in text
     assert f"kernels/sm90.bin: sm90, {plan.modules[1].bytes / 1024:.0f} KiB" in text
+    assert "kernels/sm80-ptx.bin: sm80 and newer, as PTX" in text
     again, _ = compiled(tmp_path, "again")
     for file in sorted(path.rglob("*")):
         assert file.is_dir() or file.read_bytes() == (again / file.relative_to(path)).read_bytes(), file

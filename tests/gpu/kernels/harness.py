@@ -70,7 +70,7 @@ class Buffer:
 def load(spec: KernelSpec) -> Any:
     """The kernel as a function of the driver."""
     arch = gpu()[0]
-    code = compile_ptx(spec, arch) if "TOOLKIT_GPU_ARCH" in os.environ else compile_kernel(spec, arch).cubin
+    code = compile_ptx(spec, arch) if "TOOLKIT_GPU_ARCH" in os.environ else compile_kernel(spec, arch).code
     module = check(driver.cuModuleLoadData(code))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
     if shared := launch_grid(spec, arch).shared:

@@ -15,7 +15,7 @@ from toolkit.cli.workload import StepSize, named_args, work
 from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.load import read_plan
-from toolkit.runtime.plan import Launch, Plan, WeightArg
+from toolkit.runtime.plan import DimArg, Launch, Plan, WeightArg
 
 SIZES = st.builds(
     lambda batch, tokens, past: StepSize(batch, tokens, tokens + past),
@@ -34,9 +34,10 @@ def test_linear_layers_read_weights_once_and_multiply_every_row(llama_plan: Path
     plan = read_plan(llama_plan)
     linear = launches_of(plan, "linear")
     assert len(linear) == 4 * 4 + 1
+    assert sum(DimArg("R") in launch.args for launch in linear) == 4  # from the last layer's attention on
     for launch in linear:
         (weight,) = (plan.weights[arg.name] for arg in launch.args if isinstance(arg, WeightArg))
-        rows = size.batch if launch is linear[-1] else size.batch * size.tokens
+        rows = size.batch if DimArg("R") in launch.args else size.batch * size.tokens
         found = work(plan, launch, size)
         assert found.flops == 2 * rows * prod(weight.shape)
         params = plan.kernels[launch.kernel].params

@@ -20,7 +20,7 @@ from toolkit.runtime.device.cuda import driver as cuda
 from toolkit.runtime.device.cuda.inputs import DONE_BYTES, HEADER_WORDS, UNIT, Extra, Layout, Slot
 from toolkit.runtime.device.cuda.kernels import choose_module
 from toolkit.runtime.errors import UserError
-from toolkit.runtime.plan import Bucket, CudaModule, Plan
+from toolkit.runtime.plan import Bucket, CudaKernel, CudaModule, GridAxis, Plan
 from toolkit.runtime.sampling import scoring_rows
 from toolkit.runtime.step import RESULT, ROW, StepBatch
 
@@ -80,11 +80,35 @@ def test_a_failed_call_names_the_function_and_the_error(monkeypatch: pytest.Monk
         cuda.call(cuDoThings, 1)
 
 
-def test_the_module_must_be_for_exactly_this_gpu() -> None:
-    modules = [CudaModule(arch, "", 0, "", {}) for arch in ("sm80", "sm90")]
-    assert choose_module(modules, "sm90", "X").arch == "sm90"
-    with pytest.raises(UserError, match=r"for sm80 and sm90, but this machine's GPU X is sm86: .* --target sm86"):
-        choose_module(modules, "sm86", "GPU X")
+KERNEL = CudaKernel(0, 0, "k", 32, (GridAxis(), GridAxis(), GridAxis()), shared=90_000, static_shared=10_000)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared", "file"),
+    [
+        ("sm80", 166_912, "sm80"),
+        ("sm86", 101_376, "sm86"),
+        ("sm87", 166_912, "sm86"),  # the newest machine code of its generation
+        ("sm89", 101_376, "sm86"),
+        ("sm90", 232_448, "sm90"),
+        ("sm100", 232_448, "sm86-ptx"),  # sm90's own instructions are no newer GPU's
+        ("sm120", 101_376, "sm86-ptx"),
+    ],
+)
+def test_the_module_that_suits_a_gpu_best(arch: str, shared: int, file: str) -> None:
+    modules = [CudaModule(each, each, 0, "", {"k": KERNEL}) for each in ("sm80", "sm86", "sm90")]
+    modules.insert(0, CudaModule("sm86", "sm86-ptx", 0, "", {"k": KERNEL}, "ptx"))
+    assert choose_module(modules, arch, "GPU X", shared).file == file
+
+
+@pytest.mark.parametrize(
+    ("arch", "shared", "advice"),
+    [("sm75", 65_536, "use sm80"), ("sm86", 99_999, "--target sm86"), ("sm100", 232_448, "--target sm89")],
+)
+def test_a_gpu_that_no_module_suits(arch: str, shared: int, advice: str) -> None:
+    modules = [CudaModule(each, "", 0, "", {"k": KERNEL}) for each in ("sm80", "sm90")]
+    with pytest.raises(UserError, match=rf"for sm80 and sm90, but this machine's GPU X is {arch}: .*{advice}"):
+        choose_module(modules, arch, "GPU X", shared)
 
 
 # --- step inputs ------------------------------------------------------------------------------------------------------
