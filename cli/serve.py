@@ -14,8 +14,18 @@ from .options import engine_options
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--tool-call-parser", help="Form of tool calls, such as hermes; otherwise told by the chat template.")
+@click.option("--reasoning-parser", help="Form of reasoning, such as qwen3; otherwise told by the chat template.")
 @engine_options
-def command(*, plan: Path, host: str, port: int, options: EngineOptions) -> None:
+def command(
+    *,
+    plan: Path,
+    host: str,
+    port: int,
+    tool_call_parser: str | None,
+    reasoning_parser: str | None,
+    options: EngineOptions,
+) -> None:
     """Serve PLAN over HTTP, with an OpenAI-compatible API.
 
     \b
@@ -29,4 +39,4 @@ def command(*, plan: Path, host: str, port: int, options: EngineOptions) -> None
     """
     from ..runtime.server.run import serve
 
-    serve(plan, options, host=host, port=port)
+    serve(plan, options, host=host, port=port, tool_parser=tool_call_parser, reasoning_parser=reasoning_parser)

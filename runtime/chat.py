@@ -34,6 +34,7 @@ class ChatTemplate:
     ) -> None:
         self._template, self._tool_template = template, tool_template or template
         self._special = dict(special or {})
+        self.source = template + (tool_template or "")
         _sandbox()
 
     @classmethod

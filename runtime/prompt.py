@@ -14,6 +14,7 @@ from .decode import decode_json
 from .errors import UserError
 from .load import verify_file
 from .output import Detokenizer
+from .parsers.answer import Formats
 from .plan import Plan
 from .request import Add, SamplingParams
 
@@ -55,18 +56,23 @@ class Prompts:
         tokenizer: Tokenizer | None,
         template: Template | None,
         defaults: dict[str, Any] | None = None,
+        formats: Formats | None = None,
     ) -> None:
         self.plan = plan
         self.tokenizer = tokenizer
         self.template = template
         self.defaults = defaults or {}
+        self.formats = formats or Formats()
+        """Of tool calls and reasoning in the model's answers."""
 
     @classmethod
     @debug_phase("Tokenizer")
-    def open(cls, directory: Path, plan: Plan) -> Prompts:
-        """Read the plan's text files. This imports the tokenizer library.
+    def open(
+        cls, directory: Path, plan: Plan, *, tool_parser: str | None = None, reasoning_parser: str | None = None
+    ) -> Prompts:
+        """Read the plan's text files. This imports the tokenizer library. Parsers are told by the chat template.
 
-        Raises UserError for files that are damaged or not the plan's own.
+        Raises UserError for files that are damaged or not the plan's own, or a parser that there is not.
         """
         if plan.text is None:
             return cls(plan, None, None)
@@ -76,7 +82,8 @@ class Prompts:
         from .tokenizer import Tokenizer as PlanTokenizer
 
         template = ChatTemplate.open(directory) if "chat_template.jinja" in plan.text.files else None
-        return cls(plan, PlanTokenizer.open(directory, plan), template, sampling_defaults(directory))
+        formats = Formats.of(template.source if template else "", tool_parser, reasoning_parser)
+        return cls(plan, PlanTokenizer.open(directory, plan), template, sampling_defaults(directory), formats)
 
     def params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, changed."""
@@ -100,6 +107,7 @@ class Prompts:
         self,
         messages: Sequence[Message],
         *,
+        tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **kwargs: Any,
@@ -111,10 +119,10 @@ class Prompts:
         if not messages:
             raise UserError("messages must hold at least one message")
         if not continue_final_message:
-            return self.template.render(messages, None, add_generation_prompt, **kwargs)
+            return self.template.render(messages, tools, add_generation_prompt, **kwargs)
         if add_generation_prompt:
             raise UserError("continue_final_message needs add_generation_prompt to be false")
-        return _open_ended(self.template.render(messages, None, False, **kwargs), messages[-1])
+        return _open_ended(self.template.render(messages, tools, False, **kwargs), messages[-1])
 
     def commands(
         self, request: str, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""

@@ -55,10 +55,11 @@ class Formats:
             _chosen(reasoning_parser, REASONING_PARSERS, "reasoning") or _detected(template, _REASONING_MARKS),
         )
 
-    @property
-    def special(self) -> bool:
-        """Whether tool calls need special tokens in the text."""
-        return self.tools == HARMONY or (self.tools is not None and tools.FORMATS[self.tools].special)
+    def special(self, tools_offered: bool) -> bool:
+        """Whether reading an answer needs special tokens in its text."""
+        if self.reasoning == HARMONY:
+            return True
+        return tools_offered and self.tools is not None and (self.tools == HARMONY or tools.FORMATS[self.tools].special)
 
     def parser(self, prompt: str, schemas: Schemas | None) -> AnswerParser:
         """A parser of one answer to a prompt; without `schemas` of tools, calls are content."""

@@ -13,6 +13,7 @@ import msgspec
 
 from ..output import Delta, Output, TokenTexts
 from ..request import Add, SamplingParams, TokenLogprob
+from .answers import ChoiceReader, message
 from .errors import ApiError
 from .openai import ChatRequest, CompletionRequest, parse, render_messages
 from .render import (
@@ -137,10 +138,13 @@ async def chat_completions(service: Service, data: dict[str, Any]) -> Answer:
     text = render_messages(request, prompts)
     ids = await service.encode(text, add_special_tokens=bool(request.add_special_tokens))
     job = await Job.make(service, request, [ids], params, request.limit)
-    return _stream_chat(job, request) if request.stream else await _whole_chat(job, request)
+    readers = [ChoiceReader(prompts.formats, text, request) for _ in job.commands]
+    if request.stream:
+        return _stream_chat(job, request, readers)
+    return await _whole_chat(job, request, readers)
 
 
-async def _stream_chat(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]:
+async def _stream_chat(job: Job, request: ChatRequest, readers: list[ChoiceReader]) -> AsyncGenerator[bytes, None]:
     usage, texts = job.usage(), await job.texts()
     chunks = job.chunks("chat.completion.chunk", usage)
     started: set[int] = set()
@@ -152,29 +156,32 @@ async def _stream_chat(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, 
                 started.add(index)
                 extra = ids_field("prompt_token_ids", job.prompts[0]) if request.return_token_ids else b""
                 data = chunks.first(index, ROLE_FIELD, extra)
-            if delta.text or delta.logprobs or delta.finish_reason or request.return_token_ids:
+            reader = readers[index]
+            field = reader.delta(reader.push(delta))
+            if field or delta.logprobs or delta.finish_reason or request.return_token_ids:
                 logprobs = msgspec.json.encode(chat_logprobs(delta.logprobs, texts)) if delta.logprobs else b"null"
                 extra = ids_field("token_ids", delta.token_ids) if request.return_token_ids else b""
-                data += chunks.chunk(index, delta_field(delta.text), logprobs, delta, extra)
+                reason = reader.reason(delta.finish_reason)
+                data += chunks.chunk(index, delta_field(field), logprobs, delta, extra, reason=reason)
             if data:
                 yield data
     yield (chunks.usage(usage) if request.with_usage else b"") + DONE
 
 
-async def _whole_chat(job: Job, request: ChatRequest) -> dict[str, Any]:
+async def _whole_chat(job: Job, request: ChatRequest, readers: list[ChoiceReader]) -> dict[str, Any]:
     usage, texts = job.usage(), await job.texts()
     choices = await job.collect(usage)
     answer = job.head("chat.completion")
     answer["choices"] = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message(reader.push(Delta(choice.text, [], finish_reason=choice.finish_reason))),
             "logprobs": chat_logprobs(choice.logprobs, texts) if request.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reader.reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             **({"token_ids": choice.token_ids} if request.return_token_ids else {}),
         }
-        for index, choice in enumerate(choices)
+        for index, (choice, reader) in enumerate(zip(choices, readers, strict=True))
     ]
     answer["usage"] = usage.data()
     if request.return_token_ids:

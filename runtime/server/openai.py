@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,7 +20,7 @@ MAX_PROMPTS = 1024
 # --- fields that are refused ------------------------------------------------------------------------------------------
 
 _STRUCTURED = "structured output is not supported"
-_TOOLS = "tool calls are not supported"
+_TOOLS = "only chat calls tools"
 _MEDIA = "this model reads and writes text only"
 _STORE = "the server stores nothing"
 
@@ -31,8 +31,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "the plan's own chat template is used"),
     "documents": (([],), "put documents into the messages"),
     "echo": ((False,), "only completions can repeat the prompt"),
-    "function_call": (("none",), _TOOLS),
-    "functions": (([],), _TOOLS),
+    "function_call": (("none",), "use tool_choice"),
+    "functions": (([],), "use tools"),
     "guided_choice": ((), _STRUCTURED),
     "guided_grammar": ((), _STRUCTURED),
     "guided_json": ((), _STRUCTURED),
@@ -247,6 +247,26 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
+class _Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: _Function
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tool as templates expect it."""
+        function = {name: value for name, value in msgspec.structs.asdict(self.function).items() if value is not None}
+        function.pop("strict", None)
+        return {"type": self.type, "function": function}
+
+
 class ChatRequest(_Request, kw_only=True):
     """`POST /v1/chat/completions`."""
 
@@ -257,6 +277,10 @@ class ChatRequest(_Request, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    """False: only the first call of an answer is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,9 +293,21 @@ class ChatRequest(_Request, kw_only=True):
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
     def params(self, prompts: Prompts) -> SamplingParams:
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(prompts, max_tokens=self.limit, logprobs=logprobs)
+        """Raises ApiError(400) if the model is to call tools and how it writes that is not known."""
+        changes: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+        formats = prompts.formats
+        if self.offered and formats.tools is None:
+            message = "tools is not supported: the chat template shows no known form of calls, see --tool-call-parser"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        if formats.special(bool(self.offered)):
+            changes["skip_special_tokens"] = False
+        return self.sampling(prompts, max_tokens=self.limit, **changes)
 
 
 class TokenizePrompt(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -304,6 +340,7 @@ def render_messages(request: ChatRequest | TokenizeChat, prompts: Prompts) -> st
         [message.as_dict() for message in request.messages],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
+        tools=[tool.as_dict() for tool in request.offered] or None if isinstance(request, ChatRequest) else None,
         **request.chat_template_kwargs,
     )
 

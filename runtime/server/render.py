@@ -121,12 +121,21 @@ class Chunks:
         self._end = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
         self._usage = usage
 
-    def chunk(self, index: int, content: bytes, logprobs: bytes, delta: Delta, extra: bytes = b"") -> bytes:
+    def chunk(
+        self,
+        index: int,
+        content: bytes,
+        logprobs: bytes,
+        delta: Delta,
+        extra: bytes = b"",
+        *,
+        reason: str | None = None,
+    ) -> bytes:
         """One chunk; `content` is the field that holds the text, encoded."""
-        reason = b"null"
+        ending = b"null"
         if delta.finish_reason is not None:
-            reason = _encode(delta.finish_reason) + b',"stop_reason":' + _encode(delta.stop_reason)
-        parts = (self._start, b"%d," % index, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, extra)
+            ending = _encode(reason or delta.finish_reason) + b',"stop_reason":' + _encode(delta.stop_reason)
+        parts = (self._start, b"%d," % index, content, b',"logprobs":', logprobs, b',"finish_reason":', ending, extra)
         return b"".join((*parts, self._tail()))
 
     def first(self, index: int, content: bytes, extra: bytes = b"") -> bytes:
@@ -149,9 +158,9 @@ def text_field(text: str) -> bytes:
     return b'"text":' + _encode(text)
 
 
-def delta_field(text: str) -> bytes:
-    """Where chat has its text; a delta without text is empty."""
-    return b'"delta":{"content":' + _encode(text) + b"}" if text else b'"delta":{}'
+def delta_field(delta: dict[str, Any]) -> bytes:
+    """Where chat has what a chunk adds."""
+    return b'"delta":' + _encode(delta)
 
 
 ROLE_FIELD = b'"delta":{"role":"assistant","content":""}'

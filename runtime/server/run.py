@@ -30,7 +30,15 @@ DRAIN_SECONDS = 30
 KEEP_ALIVE_SECONDS = 60
 
 
-def serve(directory: Path, options: EngineOptions, *, host: str = "127.0.0.1", port: int = 8000) -> None:
+def serve(
+    directory: Path,
+    options: EngineOptions,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> None:
     """Serve a plan until SIGTERM or SIGINT.
 
     Raises UserError if the address is taken or the plan or an option can't be used, InternalError if the engine fails
@@ -45,7 +53,8 @@ def serve(directory: Path, options: EngineOptions, *, host: str = "127.0.0.1", p
     from ..prompt import Prompts
     from .service import Service
 
-    service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan))
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan, **parsers))
     asyncio.run(_serve(service, engine, listener, began))
 
 

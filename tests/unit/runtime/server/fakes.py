@@ -19,6 +19,7 @@ from unit.runtime.sample_plan import sample_plan
 
 from toolkit.runtime.errors import InternalError
 from toolkit.runtime.output import IncrementalDecoder
+from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.plan import Plan
 from toolkit.runtime.prompt import Prompts
 from toolkit.runtime.request import (
@@ -165,17 +166,26 @@ def make_plan(*, text: bool = True, max_context: int = 256) -> Plan:
 class Server:
     """The application over a fake engine, and a client in the same event loop."""
 
-    def __init__(self, *, text: bool = True, defaults: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, *, text: bool = True, defaults: dict[str, Any] | None = None, formats: Formats | None = None
+    ) -> None:
         self.plan = make_plan(text=text)
         self.engine = FakeEngine(self.plan)
         self._defaults = defaults
+        self._formats = formats
         self.service: Service
         self.app: Starlette
         self.client: httpx.AsyncClient
 
     def _prompts(self) -> Prompts:
         text = self.plan.text is not None
-        return Prompts(self.plan, ByteTokenizer() if text else None, RoleTemplate() if text else None, self._defaults)
+        return Prompts(
+            self.plan,
+            ByteTokenizer() if text else None,
+            RoleTemplate() if text else None,
+            self._defaults,
+            self._formats,
+        )
 
     async def __aenter__(self) -> Server:
         self.service = Service(self.plan, self.engine, self._prompts)

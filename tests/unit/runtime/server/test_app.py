@@ -13,9 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from unit.runtime.server.fakes import EOS, Server
 
+from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.request import Error
 
 REPLY = "Hello, wörld!"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
 CHAT: dict[str, Any] = {"model": "bytes/model", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -92,6 +94,32 @@ def test_streamed_chat_with_the_sdk_equals_whole() -> None:
         assert len({command.request for command in server.engine.commands}) == 4
 
     serve(test)
+
+
+def test_tool_calls_and_reasoning_streamed_equal_whole() -> None:
+    async def test(server: Server) -> None:
+        call = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+        server.engine.reply = f"<think>Hm.</think>Well.{call}{call}"
+        for options, count in (({}, 2), ({"parallel_tool_calls": False}, 1)):
+            whole = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, **options)
+            choice = whole.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert (choice.message.content, choice.message.reasoning_content) == ("Well.", "Hm.")
+            assert [tool.function.name for tool in choice.message.tool_calls] == ["weather"] * count
+            assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Bern"}
+            stream = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, stream=True, **options)
+            parts = [part for chunk in [chunk async for chunk in stream] for part in chunk.choices]
+            assert "".join(part.delta.content or "" for part in parts) == "Well."
+            assert "".join(getattr(part.delta, "reasoning_content", "") for part in parts) == "Hm."
+            calls = [tool for part in parts for tool in part.delta.tool_calls or []]
+            assert [(tool.index, tool.type) for tool in calls] == [(index, "function") for index in range(count)]
+            assert calls[0].function.arguments == choice.message.tool_calls[0].function.arguments
+            assert parts[-1].finish_reason == "tool_calls"
+        whole = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none")
+        assert (whole.choices[0].message.tool_calls, whole.choices[0].finish_reason) == (None, "stop")
+        assert whole.choices[0].message.content == "Well." + call + call
+
+    serve(test, formats=Formats("hermes", "qwen3"))
 
 
 def test_stop_strings_end_and_abort() -> None:
@@ -241,7 +269,7 @@ def test_the_models_defaults_are_used() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
     [
-        ("/v1/chat/completions", {**CHAT, "tools": [{}]}, 400, "tools", "unsupported_parameter"),
+        ("/v1/chat/completions", {**CHAT, "tools": TOOLS}, 400, "tools", "unsupported_parameter"),
         ("/v1/chat/completions", {**CHAT, "model": "other"}, 404, "model", "model_not_found"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 300}, 400, "messages", "context_length_exceeded"),
         ("/v1/chat/completions", {**CHAT, "messages": []}, 400, None, None),

@@ -1,0 +1,65 @@
+"""Chat answers in parts: content, reasoning and tool calls, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from ..output import Delta
+from ..parsers.answer import Formats
+from ..parsers.core import Call, Parts
+from .openai import ChatRequest
+
+
+class ChoiceReader:
+    """Reads one choice of a chat as it comes."""
+
+    def __init__(self, formats: Formats, prompt: str, request: ChatRequest) -> None:
+        schemas = {
+            tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in request.offered
+        }
+        self._parser = formats.parser(prompt, schemas if request.offered else None)
+        self._most = None if request.parallel_tool_calls else 1
+        self._calls = 0
+
+    def push(self, delta: Delta) -> Parts:
+        """What the delta adds."""
+        parts = self._parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._parser.flush()
+        if self._most is not None:
+            parts.calls = parts.calls[: self._most - self._calls]
+        self._calls += len(parts.calls)
+        return parts
+
+    def reason(self, reason: str | None) -> str | None:
+        """The finish reason: an output that ended by itself ended for its calls, if it has any."""
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def delta(self, parts: Parts) -> dict[str, Any]:
+        """The delta of a chunk with these parts, which `push` returned last."""
+        data: dict[str, Any] = {}
+        if parts.content:
+            data["content"] = parts.content
+        if parts.reasoning:
+            data["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            first = self._calls - len(parts.calls)
+            data["tool_calls"] = [{"index": first + index, **_call(call)} for index, call in enumerate(parts.calls)]
+        return data
+
+
+def message(parts: Parts) -> dict[str, Any]:
+    """A whole answer."""
+    content = None if parts.calls and not parts.content else parts.content
+    data: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if parts.reasoning:
+        data["reasoning_content"] = parts.reasoning
+    if parts.calls:
+        data["tool_calls"] = [_call(call) for call in parts.calls]
+    return data
+
+
+def _call(call: Call) -> dict[str, Any]:
+    identity = call.id or f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
