@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +31,29 @@ def _model(name: str) -> Path:
     return path
 
 
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def best_level_alone() -> Iterator[None]:
     """Compile only for the best ISA level that this machine runs, which halves the time."""
     from toolkit.compiler.codegen import cpu as codegen
     from toolkit.runtime.device.machine import cpu_flags
 
     best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
+        yield
+
+
+@pytest.fixture
+def native() -> Iterator[None]:
+    with best_level_alone():
+        yield
+
+
+@pytest.fixture(scope="module")
+def native_module() -> Iterator[None]:
+    """The same, for fixtures of a module."""
+    with best_level_alone():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cpu.models.architectures import sequences, tiny_model
-from transformers import DynamicCache
+from cpu.models.architectures import cached_logits, sequences, tiny_model
 
 from toolkit.cli.driver import compile as compile_model
-from toolkit.compiler.codegen import cpu as codegen
-from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.llm import LLM
 from toolkit.runtime.plan import RopeChanges
 from toolkit.runtime.request import SamplingParams
@@ -27,25 +23,14 @@ END = 40
 
 
 @pytest.fixture(scope="module", params=CASES)
-def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def plan(
+    native_module: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
     case: str = request.param
     folder: Path = tmp_path_factory.mktemp("rope")
     model = tiny_model(case)
     model.save_pretrained(folder / "model")
-    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
-        return case, compile_model(folder / "model", output=folder / "plan")
-
-
-@torch.no_grad()
-def hugging_face(case: str, tokens: list[int], prompt: int) -> Any:
-    """Log-probabilities [n, V]: a prompt in one step, then token by token over its cache."""
-    model = copy.deepcopy(tiny_model(case))
-    past = DynamicCache(config=model.config)
-    parts = [tokens[:prompt], *([token] for token in tokens[prompt:])]
-    logits = [model(torch.tensor([part]), cache=past, use_cache=True).logits[0] for part in parts]
-    return torch.log_softmax(torch.cat(logits).double(), -1).numpy()
+    return case, compile_model(folder / "model", output=folder / "plan")
 
 
 def test_prompts_in_chunks_then_decoding(plan: tuple[str, Path]) -> None:
@@ -64,7 +49,7 @@ def test_prompts_in_chunks_then_decoding(plan: tuple[str, Path]) -> None:
                 found[name].append(part)
                 done[name] += counts[name]
         for name, prompt in prompts.items():
-            expected = hugging_face(case, tokens[name], prompt)
+            expected = torch.log_softmax(torch.from_numpy(cached_logits(case, tokens[name], prompt)).double(), -1)
             np.testing.assert_allclose(np.concatenate(found[name]), expected, atol=1e-4)
     finally:
         runner.close()

@@ -224,6 +224,26 @@ def test_norm(name: str, width: int, weight_rows: int, isa: IsaName) -> None:
         guarded.check()
 
 
+@every_isa
+@given(st.integers(1, 150), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_norm_of_any_width(isa: IsaName, width: int, weight_rows: int, threads: int, seed: int) -> None:
+    rng, rows, eps = np.random.default_rng(seed), 2 * weight_rows, 1e-5
+    x, weight, bias = (random_floats(rng, count, width) for count in (rows, weight_rows, weight_rows))
+    weights = {"rms": [weight], "layer": [weight, bias], "l2": []}
+    for kind, given_weights in weights.items():
+        params = {**NORM_DEFAULTS, "kind": kind, "has_weight": kind != "l2", "has_bias": kind == "layer"}
+        out = Guarded(x.shape, np.float32)
+        load(isa, "norm", **params)(x, *given_weights, out.array, rows, width, weight_rows, eps, 0.5, threads=threads)
+        out.check()
+        want = reference_norm(x, kind, eps)
+        if kind != "l2":
+            want = want * (np.tile(weight.astype(np.float64), (2, 1)) + 0.5)
+        if kind == "layer":
+            want = want + np.tile(bias, (2, 1))
+        np.testing.assert_allclose(out.array, want, rtol=1e-5, atol=1e-5)
+
+
 @one_isa
 def test_norm_passes_nan_on(isa: IsaName) -> None:
     x = random_floats(np.random.default_rng(0), 2, 576)
@@ -254,7 +274,10 @@ def angles(rng: np.random.Generator, tokens: int, half: int) -> tuple[Floats, Fl
 
 
 @one_isa
-@pytest.mark.parametrize(("head_dim", "rotary", "style"), [(64, 64, "half"), (80, 24, "half"), (40, 20, "pair")])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary", "style"),
+    [(64, 64, "half"), (80, 24, "half"), (40, 20, "pair"), (35, 22, "half"), (13, 10, "pair")],
+)
 def test_rope(head_dim: int, rotary: int, style: str, isa: IsaName) -> None:
     rng = np.random.default_rng(0)
     tokens, heads, stride = 6, 3, 3 * head_dim + 7
@@ -294,11 +317,18 @@ ROPE_WRITES: Mapping[str, dict[str, ParamValue]] = {
         "has_rope": False,
         "qk_norm": "layer",
     },
+    "odd": {"head_dim": 27, "rotary": 14, "style": "half", "has_rope": True, "qk_norm": "rms"},
     "split": {"head_dim": 16, "rotary": 0, "style": "half", "has_rope": False, "qk_norm": ""},
 }
 
 
-DTYPES: Mapping[str, KvDType] = {"plain": "float32", "qk norm": "float16", "no rope": "int8", "split": "bfloat16"}
+DTYPES: Mapping[str, KvDType] = {
+    "plain": "float32",
+    "qk norm": "float16",
+    "no rope": "int8",
+    "odd": "float32",
+    "split": "bfloat16",
+}
 
 
 @every_isa
@@ -338,6 +368,30 @@ def test_rope_kv_write(name: str, isa: IsaName) -> None:
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@one_isa
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 6), st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_rows_of_any_width(isa: IsaName, width: int, tokens: int, threads: int, seed: int) -> None:
+    """Rows taken, and columns copied from anywhere to anywhere."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 10))
+    x, rows = random_floats(rng, tokens, width), np.zeros(count, ROW)
+    rows["token"] = rng.integers(0, tokens, count)
+    taken = Guarded((count, width), np.float32)
+    load(isa, "take_rows")(x, rows, taken.array, count, width, threads=threads)
+    taken.check()
+    np.testing.assert_array_equal(taken.array, x[rows["token"]])
+
+    columns = int(rng.integers(1, width + 1))
+    start, stride = int(rng.integers(0, width - columns + 1)), columns + int(rng.integers(0, 20))
+    place = int(rng.integers(0, stride - columns + 1))
+    out = Guarded((tokens, stride), np.float32)
+    load(isa, "copy")(x, out.array, tokens, columns, width, start, stride, place, threads=threads)
+    out.check()
+    np.testing.assert_array_equal(out.array[:, place : place + columns], x[:, start : start + columns])
+    assert np.isnan(np.delete(out.array, slice(place, place + columns), axis=1)).all()
 
 
 @one_isa

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from toolkit.compiler.shapes import Bounds
 
@@ -239,3 +239,15 @@ def reference_logits(case: str, tokens: Sequence[int], dtype: str = "float32") -
         model = copy.deepcopy(model)  # it remembers the longest sequence
     logits: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits
     return logits[0].float().numpy()
+
+
+@torch.no_grad()
+def cached_logits(case: str, tokens: Sequence[int], prompt: int) -> npt.NDArray[np.float32]:
+    """Logits[n, V] of one sequence from the Hugging Face model: a prompt in one step, then token by token over its
+    cache.
+    """
+    model: Any = copy.deepcopy(tiny_model(case))  # it remembers the longest sequence
+    past = DynamicCache(config=model.config)
+    parts = [tokens[:prompt], *([token] for token in tokens[prompt:])]
+    logits = [model(torch.tensor([part]), cache=past, use_cache=True).logits[0] for part in parts]
+    return torch.cat(logits).numpy()

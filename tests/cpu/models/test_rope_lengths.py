@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -11,10 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from cpu.models.architectures import BOUNDS, sequences, tensors, tiny_config, tiny_model
+from cpu.models.architectures import BOUNDS, cached_logits, sequences, tensors, tiny_config
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.models.phi3 import modeling_phi3
 
 from toolkit.compiler.check import find_difference
@@ -36,16 +33,6 @@ TOKENS = 24
 @cache
 def captured(case: str) -> Graph:
     return capture(tiny_config(case), dtype="float32", bounds=BOUNDS, has_weight=tensors(case).__contains__)
-
-
-@torch.no_grad()
-def hugging_face(case: str, tokens: Sequence[int], prompt: int) -> Array:
-    """Logits[n, V]: a prompt in one step, then token by token over its cache."""
-    model = copy.deepcopy(tiny_model(case))
-    past = DynamicCache(config=model.config)
-    parts = [tokens[:prompt], *([token] for token in tokens[prompt:])]
-    logits = [model(torch.tensor([part]), cache=past, use_cache=True).logits[0] for part in parts]
-    return torch.cat(logits).numpy()
 
 
 def step(parts: Sequence[tuple[int, Sequence[int], int]]) -> dict[str, Array]:
@@ -82,7 +69,7 @@ def test_prompts_in_chunks_then_decoding(case: str, chunk: int) -> None:
             found[i].append(part)
             done[i] += counts[i]
     for i in range(3):
-        expected = hugging_face(case, tokens[i][: ends[i]], prompts[i])
+        expected = cached_logits(case, tokens[i][: ends[i]], prompts[i])
         np.testing.assert_allclose(np.concatenate(found[i]), expected, atol=1e-4)
 
 

@@ -11,16 +11,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from cpu.kernels.harness import native_isas
+from cpu.models.tiny_model import SIZES, save_tiny_model
+from transformers import AutoConfig
 from unit.runtime.engine_harness import Output, make_request, run
 
 from toolkit.cli import determinism, measure
 from toolkit.cli.driver import compile as compile_model
 from toolkit.cli.progress import Phases
-from toolkit.compiler.codegen import cpu as codegen
 from toolkit.runtime.device.base import Ticket
-from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.load import read_plan
@@ -31,27 +30,14 @@ from toolkit.runtime.tuning import encode_tuning, read_tuning
 
 REQUESTS = 44
 PAGE = 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOWS = {"sliding_window": 21, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "float32": ({"model_type": "llama"}, {"quant": "none"}),
-    "bfloat16 with windows": ({"model_type": "gemma3_text", **WINDOWS}, {"quant": "none", "dtype": "bfloat16"}),
-    "int4 with an int8 cache": ({"model_type": "qwen3"}, {"quant": "int4", "kv_cache_dtype": "int8"}),
-    "int4 by TVM": ({"model_type": "llama"}, {"quant": "int4", "generator": "tvm"}),
+MODELS: dict[str, tuple[tuple[str, dict[str, Any]], dict[str, Any]]] = {
+    "float32": (("llama", {}), {"quant": "none"}),
+    "bfloat16 with windows": (("gemma3_text", WINDOWS), {"quant": "none", "dtype": "bfloat16"}),
+    "int4 with an int8 cache": (("qwen3", {}), {"quant": "int4", "kv_cache_dtype": "int8"}),
+    "int4 by TVM": (("llama", {}), {"quant": "int4", "generator": "tvm"}),
 }
-"""Configurations, and how they are compiled."""
+"""Model types and what is special about them, and how they are compiled."""
 
 
 @dataclass(frozen=True)
@@ -136,23 +122,14 @@ def make_requests(vocabulary: int, prompt: int, outputs: int) -> list[Add]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def tiny(native_module: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("deterministic")
-    config, options = MODELS[request.param]
-    torch.manual_seed(5)
-    from_config: Any = AutoModelForCausalLM.from_config
-    model = from_config(AutoConfig.for_model(**SIZES, **config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder / "model")
-    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
-        plan = compile_model(
-            folder / "model", output=folder / "plan", max_batch=48, max_context=112, deterministic=True, **options
-        )
-    return Case.of(plan, make_requests(vocabulary=211, prompt=60, outputs=40))
+    (kind, values), options = MODELS[request.param]
+    save_tiny_model(folder / "model", kind, **values)
+    plan = compile_model(
+        folder / "model", output=folder / "plan", max_batch=48, max_context=112, deterministic=True, **options
+    )
+    return Case.of(plan, make_requests(vocabulary=SIZES["vocab_size"], prompt=60, outputs=40))
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -168,10 +145,9 @@ def test_requests_together_yield_what_they_yield_alone(schedule: str, preempted:
     tiny.check_together(**SCHEDULES[schedule], **({"pages": tiny.few_pages} if preempted else {}))
 
 
+@pytest.mark.usefixtures("native")
 def test_the_cost_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan whose races chose by rows has other kernels when deterministic; one without races has the same."""
-    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
     monkeypatch.setattr(determinism, "SECONDS", 0.05)
     monkeypatch.setattr(measure, "TRIAL_SECONDS", 0.0)
     folder = tmp_path / "model"
@@ -185,14 +161,14 @@ def test_the_cost_is_measured_and_said(tmp_path: Path, monkeypatch: pytest.Monke
         for race in tuning.races
     )
     (tmp_path / "t.json").write_bytes(encode_tuning(msgspec.structs.replace(tuning, races=by_rows)))
-    generators = {}
+    best, generators = native_isas()[-1], {}
     for deterministic in (False, True):
         phases = Phases()
         plan = read_plan(make(tuning=tmp_path / "t.json", deterministic=deterministic, progress=phases))
         assert plan.deterministic == deterministic
         chosen = [kernel.choices for kernel in plan.kernels.values() if kernel.choices]
         generators[deterministic] = {
-            tuple(choice.generator for choice in each if choice.isa == best[0].name) for each in chosen
+            tuple(choice.generator for choice in each if choice.isa == best) for each in chosen
         }
     assert generators == {False: {("tvm", "cpp", "cpp")}, True: {("tvm", "tvm", "tvm")}}
     (note,) = phases.notes

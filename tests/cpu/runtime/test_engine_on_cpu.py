@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from cpu.models.tiny_model import save_tiny_model
 from unit.runtime.engine_harness import Output, make_request, run
 
 from toolkit.cli.driver import compile as compile_model
@@ -24,19 +24,7 @@ from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.plan import Plan
 from toolkit.runtime.request import Add
 
-SIZES = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = {"num_hidden_layers": 4, "max_position_embeddings": 256}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma3_text": {
@@ -84,15 +72,7 @@ class Case:
 @pytest.fixture(scope="module", params=sorted(KINDS))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(request.param, **SIZES, **KINDS[request.param])
-    config.dtype = torch.float32
-    from_config: Any = AutoModelForCausalLM.from_config
-    model = from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder / "model")
+    model = save_tiny_model(folder / "model", request.param, **SHAPE, **KINDS[request.param])
     directory = compile_model(folder / "model", output=folder / "plan", max_batch=8, max_context=192)
     return Case(directory, read_plan(directory), model)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +11,19 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from cpu.models.tiny_model import save_tiny_model
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from toolkit.cli.main import group
 from toolkit.cli.quality import PlanScorer, measure
 from toolkit.cli.windows import cut
-from toolkit.compiler.codegen import cpu as codegen
 from toolkit.models.reference import Reference
-from toolkit.runtime.device.machine import cpu_flags
 from toolkit.runtime.errors import UserError
 from toolkit.runtime.options import EngineOptions
 
-SIZES = {
-    "vocab_size": 199,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WORDS = [f"word{number}" for number in range(199)]
 
 
@@ -47,15 +31,7 @@ WORDS = [f"word{number}" for number in range(199)]
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A tiny model with random weights and a tokenizer of words, and where it is saved."""
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(3)
-    config = AutoConfig.for_model("llama", **SIZES)
-    config.dtype = torch.float32
-    from_config: Any = AutoModelForCausalLM.from_config
-    made = from_config(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    made.save_pretrained(folder)
+    made = save_tiny_model(folder, "llama")
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0]))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wrapper: Any = PreTrainedTokenizerFast
@@ -64,16 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def native() -> Iterator[None]:
-    """Compile for this machine's best instruction set level alone."""
-    best = [level for level in codegen.ISA_LEVELS if cpu_flags().issuperset(level.requires)][-1:]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=best))
-        yield
-
-
-@pytest.fixture(scope="module")
-def plan(native: None, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plan(native_module: None, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(model[0], tmp_path_factory.mktemp("plan") / "plan", quant="int4")
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import tracemalloc
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from unit.compiler.memory_source import Memory
 
 import toolkit.compiler.weights_pack as module
 from toolkit.compiler.ir import Graph, Param, Value
@@ -25,49 +24,6 @@ from toolkit.runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, INT4, Q4_1, Q8
 from toolkit.runtime.errors import UserError
 
 RNG = np.random.default_rng(0)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint in memory."""
-
-    name: str
-    array: EncodedArray
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def encoding(self) -> Encoding:
-        return self.array.encoding
-
-    @property
-    def format(self) -> str:
-        return self.array.encoding.name.upper()
-
-    def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
-        a = self.array
-        scale = None if a.scale is None else a.scale[start:stop]
-        return EncodedArray(a.encoding, a.data[start:stop], scale, None if a.minimum is None else a.minimum[start:stop])
-
-
-class Memory:
-    """A `TensorSource` of arrays in memory."""
-
-    def __init__(self, **arrays: EncodedArray) -> None:
-        self.arrays = arrays
-
-    def __getitem__(self, name: str) -> Stored:
-        if name not in self.arrays:
-            raise UserError(f"the checkpoint lacks {name}")
-        return Stored(name, self.arrays[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.arrays
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
 
 
 def random(*shape: int) -> np.ndarray:
@@ -105,7 +61,7 @@ def packed(source: Memory, folder: Path, layout: Layout, *items: Param) -> dict[
 @pytest.mark.parametrize("encoding", [FLOAT32, FLOAT16, BFLOAT16, Q4_1, Q8_0], ids=lambda encoding: encoding.name)
 def test_kept_encodings_come_back_exactly(encoding: Encoding, tmp_path: Path) -> None:
     stored = encode(random(37, 64), encoding)
-    found = packed(Memory(w=stored), tmp_path, "panel16", param("w", (37, 64)))["w"]
+    found = packed(Memory.of(w=stored), tmp_path, "panel16", param("w", (37, 64)))["w"]
     assert found.encoding == encoding
     np.testing.assert_array_equal(found.decode(), stored.decode())
 
@@ -113,7 +69,7 @@ def test_kept_encodings_come_back_exactly(encoding: Encoding, tmp_path: Path) ->
 def test_pieces_join_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 20 * 64 * 4)
     parts = {name: encode(random(rows, 64), Q8_0) for name, rows in (("q", 40), ("k", 9), ("v", 21))}
-    source = Memory(**parts)
+    source = Memory.of(**parts)
     item = param("qkv", (70, 64), *map(Piece, parts))
     chunks = [chunk.shape[0] for chunk in read_chunks(resolved(item, source), source)]
     assert sum(chunks) == 70
@@ -125,14 +81,16 @@ def test_pieces_join_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_transposed_and_partial_pieces(tmp_path: Path) -> None:
     wide = random(32, 48)
-    source = Memory(w=EncodedArray(FLOAT32, wide))
+    source = Memory.of(w=EncodedArray(FLOAT32, wide))
     pieces = (Piece("w", transpose=True, start=5, stop=25), Piece("w", start=30, transpose=True))
     found = packed(source, tmp_path, "panel16", param("w", (38, 32), *pieces))["w"]
     np.testing.assert_array_equal(found.decode(), np.concatenate([wide.T[5:25], wide.T[30:]]))
 
 
 def test_encodings_are_resolved() -> None:
-    source = Memory(a=encode(random(4, 32), Q8_0), b=encode(random(4, 32), BFLOAT16), c=encode(random(4, 32), BFLOAT16))
+    source = Memory.of(
+        a=encode(random(4, 32), Q8_0), b=encode(random(4, 32), BFLOAT16), c=encode(random(4, 32), BFLOAT16)
+    )
     for pieces, shape, expected in (
         ((Piece("a"),), (4, 32), Q8_0),
         ((Piece("a", transpose=True),), (32, 4), FLOAT32),
@@ -146,7 +104,7 @@ def test_encodings_are_resolved() -> None:
 
 def test_recipes_quantize(tmp_path: Path) -> None:
     values = random(48, 64)
-    source = Memory(w=EncodedArray(FLOAT32, values))
+    source = Memory.of(w=EncodedArray(FLOAT32, values))
     found = packed(source, tmp_path, "panel16", param("w", (48, 64), encoding=INT4))["w"]
     np.testing.assert_array_equal(found.decode(), encode(values, INT4).decode())
 
@@ -154,7 +112,7 @@ def test_recipes_quantize(tmp_path: Path) -> None:
 def test_what_re_encoding_costs_is_told(tmp_path: Path) -> None:
     values = {"a": random(48, 64), "b": random(16, 64) ** 3, "same": random(4, 64)}
     kept = encode(values["same"], Q8_0)
-    source = Memory(a=encode(values["a"], Q8_0), b=encode(values["b"], Q8_0), same=kept)
+    source = Memory.of(a=encode(values["a"], Q8_0), b=encode(values["b"], Q8_0), same=kept)
     items = [param("a", (48, 64), encoding=INT4), param("b", (16, 64), encoding=INT4), param("same", (4, 64))]
     weights = {item.value.name: Weight(resolved(item, source), "panel16") for item in items}
     (note,) = pack_weights(weights, source, tmp_path).notes
@@ -170,14 +128,14 @@ def test_vectors_and_constants(tmp_path: Path) -> None:
     table = random(10, 6)
     constant = Param(Value("t", TensorType("float32", table.shape)), Recipe(constant=Constant(table)))
     norm = encode(random(20), BFLOAT16)
-    source = Memory(n=norm)
+    source = Memory.of(n=norm)
     found = packed(source, tmp_path, "rows", constant, param("n", (20,), encoding=FLOAT32))
     np.testing.assert_array_equal(found["t"].decode(), table)
     np.testing.assert_array_equal(found["n"].decode(), norm.decode())
 
 
 def test_the_same_weights_give_the_same_bytes(tmp_path: Path) -> None:
-    source = Memory(a=encode(random(33, 32), Q4_1), b=EncodedArray(FLOAT32, random(17, 32)))
+    source = Memory.of(a=encode(random(33, 32), Q4_1), b=EncodedArray(FLOAT32, random(17, 32)))
     items = [param("b", (17, 32)), param("a", (33, 32))]
     hashes = set()
     for number, order in enumerate((items, items[::-1])):
@@ -189,17 +147,17 @@ def test_the_same_weights_give_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_shape_names_the_tensor() -> None:
-    source = Memory(w=EncodedArray(FLOAT32, random(4, 8)))
+    source = Memory.of(w=EncodedArray(FLOAT32, random(4, 8)))
     with pytest.raises(UserError, match=r"expected shape \[4, 9\] for w, but the checkpoint has w \[4, 8\]"):
         resolved(param("w", (4, 9)), source)
     with pytest.raises(UserError, match="lacks v"):
         resolved(param("v", (4, 9)), source)
     with pytest.raises(UserError, match="scalar"):
-        resolved(param("s", (1,)), Memory(s=EncodedArray(FLOAT32, np.array(1, np.float32))))
+        resolved(param("s", (1,)), Memory.of(s=EncodedArray(FLOAT32, np.array(1, np.float32))))
 
 
 def test_numbers_that_do_not_fit_name_the_tensor() -> None:
-    source = Memory(w=EncodedArray(FLOAT32, np.full((4, 32), 1e6, np.float32)))
+    source = Memory.of(w=EncodedArray(FLOAT32, np.full((4, 32), 1e6, np.float32)))
     with pytest.raises(UserError, match="tensor w can't be stored as f16"):
         list(read_chunks(param("w", (4, 32), encoding=FLOAT16), source))
 
@@ -217,13 +175,13 @@ def test_nan_and_infinity_name_the_tensor_and_row(encoding: Encoding, bad: float
     for transpose, shape in ((False, (48, 64)), (True, (64, 48))):
         item = param("w", shape, Piece("w", transpose=transpose), encoding=FLOAT32)
         with pytest.raises(UserError, match="tensor w holds NaN or infinity in row 37"):
-            list(read_chunks(item, Memory(w=stored)))
+            list(read_chunks(item, Memory.of(w=stored)))
 
 
 def test_memory_stays_near_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
     data = np.broadcast_to(np.float32(0.5), (4096, 4096))  # 64 MiB, none of it held
-    source = Memory(w=EncodedArray(FLOAT32, data))
+    source = Memory.of(w=EncodedArray(FLOAT32, data))
     item = resolved(param("w", data.shape, encoding=Q8_0), source)
     tracemalloc.start()
     pack_weights({"w": Weight(item, "panel16")}, source, tmp_path)

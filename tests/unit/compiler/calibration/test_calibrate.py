@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from unit.compiler.memory_source import Memory
 from unit.passes.conftest import Decoder
 
 from toolkit.compiler.calibration.calibrate import Method, calibrate, make_stages
@@ -23,48 +22,12 @@ from toolkit.compiler.weights import Piece, Recipe, TensorSource
 from toolkit.compiler.weights_pack import read_chunks, resolve_encodings
 from toolkit.passes.quantization import Quantization, Rule
 from toolkit.passes.quantize_weights import QuantizeWeights
-from toolkit.runtime.encodings import FLOAT32, INT4, Q4_K, EncodedArray, Encoding
+from toolkit.runtime.encodings import FLOAT32, INT4, Q4_K, EncodedArray
 from toolkit.runtime.errors import UserError
 
 Floats = npt.NDArray[np.float32]
 WINDOWS = [np.random.default_rng(seed).integers(0, 80, 32).tolist() for seed in range(12)]
 HELD_OUT = np.random.default_rng(99).integers(0, 80, (4, 32)).astype(np.int32)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in memory."""
-
-    name: str
-    array: EncodedArray
-    format: str = "F32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def encoding(self) -> Encoding:
-        return self.array.encoding
-
-    def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
-        return self.array.rows(start, len(self.array.data) if stop is None else stop)
-
-
-class Memory:
-    """A `TensorSource` of tensors in memory."""
-
-    def __init__(self, arrays: dict[str, EncodedArray]) -> None:
-        self.arrays = arrays
-
-    def __getitem__(self, name: str) -> Stored:
-        return Stored(name, self.arrays[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.arrays
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
 
 
 def weights(graph: Graph) -> Memory:
