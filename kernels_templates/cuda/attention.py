@@ -125,8 +125,9 @@ def takes_tensor_cores(real: str, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Shared memory of `attention_decode`: `warps` with `stages` of 16 keys and values each."""
+    """Shared memory of `attention_decode`: `warps` with `stages` of `tile` keys and values each."""
 
+    tile: int
     warps: int
     stages: int
     key_row: int
@@ -148,9 +149,10 @@ def decode_tiles(key_dim: int, value_dim: int, dtype: str, arch: int) -> DecodeT
     size = 1 if dtype == "int8" else 2
     columns = [-(-width // 16) * 16 for width in (key_dim, value_dim)]
     key_row, value_row = (width * size + (16 if width * size // 16 % 2 == 0 else 32) for width in columns)
-    stage = 16 * (key_row + value_row) + (64 if dtype == "int8" else 0)
+    tile = 32 if max(columns) <= 64 else 16  # a warp's step takes about as long for either
+    stage = tile * (key_row + value_row + (4 if dtype == "int8" else 0))
     options = [
-        DecodeTiles(warps, stages, key_row, value_row, stage, columns[1])
+        DecodeTiles(tile, warps, stages, key_row, value_row, stage, columns[1])
         for warps, least in ((8, 3), (4, 2), (2, 2))
         for stages in (4, 3, 2)
         if stages >= least
@@ -172,7 +174,7 @@ class PrefillTiles:
 def prefill_tiles(key_dim: int, value_dim: int, dtype: str) -> PrefillTiles:
     """As many keys as fit on every architecture."""
     decode, keys = decode_tiles(key_dim, value_dim, dtype, 80), 64 if max(key_dim, value_dim) <= 128 else 32
-    return PrefillTiles(keys, decode.key_row, decode.value_row, decode.stage_bytes * keys // 16)
+    return PrefillTiles(keys, decode.key_row, decode.value_row, decode.stage_bytes * keys // decode.tile)
 
 
 @dataclass(frozen=True)
