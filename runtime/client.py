@@ -56,6 +56,9 @@ class AsyncEngine(Protocol):
     def generate(self, command: Add) -> AsyncGenerator[Event, None]:
         """The events of a request; the last is Finished or Error. Closing the generator earlier aborts the request."""
 
+    def abort(self, request: str) -> None:
+        """End a request: its events then end with Finished(reason="abort"). Does nothing if it is not open."""
+
     async def stats(self) -> Stats:
         """The engine's state, once it is ready. Raises InternalError if it is dead."""
 
@@ -152,8 +155,13 @@ class EngineClient(ABC):
             if not stream.ended:
                 self._abort(name)
 
+    def abort(self, request: str) -> None:
+        """See `AsyncEngine`."""
+        if self._failure is None and request in self._streams:
+            self._send(Abort(request))
+
     def _abort(self, name: str) -> None:
-        """Abort a request. Its id can be used again once the engine has confirmed."""
+        """Abort a request that nobody reads any more. Its id can be used again once the engine has confirmed."""
         if self._failure is None:
             self._aborted.add(name)
             self._send(Abort(name))

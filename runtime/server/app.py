@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,12 +18,13 @@ from starlette.types import Receive, Scope, Send
 from ... import __version__
 from ..errors import InternalError, UserError
 from ..output import TokenTexts
-from . import metrics
+from . import manage, metrics
 from .errors import ApiError, as_api_error, error_response
 from .generate import Answer, chat_completions, completions
 from .openai import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse, parse_json, render_messages
-from .render import DONE, event
+from .render import DONE, event, json_response
 from .service import Service
+from .token_api import generate_tokens, render_chat, render_completion
 
 MAX_BODY_BYTES = 16 * 2**20
 
@@ -43,6 +43,12 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
 
         return Route(path, endpoint)
 
+    def action(path: str, handler: Callable[[Service, Request], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await handler(service, request)
+
+        return Route(path, endpoint, methods=["POST"])
+
     routes = [
         post("/v1/chat/completions", chat_completions),
         post("/v1/completions", completions),
@@ -53,14 +59,21 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
         get("/health", health),
         get("/metrics", metrics_text),
         get("/version", version),
+        get("/ready", manage.ready),
+        get("/load", manage.load),
+        get("/server_info", manage.server_info),
+        post("/v1/chat/completions/render", render_chat),
+        post("/v1/completions/render", render_completion),
+        post("/inference/v1/generate", generate_tokens),
+        post("/abort_requests", manage.abort_requests),
+        action("/reset_prefix_cache", manage.reset_prefix_cache),
+        action("/pause", manage.pause),
+        action("/resume", manage.resume),
+        get("/is_paused", manage.is_paused),
+        *(post(path, manage.no_embeddings) for path in manage.EMBEDDING_ROUTES),
     ]
     kinds: tuple[type[Exception], ...] = (ApiError, UserError, InternalError, HTTPException, Exception)
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
-
-
-def json_response(data: Any, status: int = 200) -> Response:
-    """JSON data as a response."""
-    return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
 # --- POST -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -15,7 +15,7 @@ from ..output import Delta, Output, TokenTexts
 from ..request import Add, SamplingParams, TokenLogprob
 from .answers import ChoiceReader, message
 from .errors import ApiError
-from .openai import ChatRequest, CompletionRequest, parse, render_messages
+from .openai import ChatRequest, CompletionRequest, StreamOptions, parse, render_messages
 from .render import (
     DONE,
     ROLE_FIELD,
@@ -34,12 +34,31 @@ Answer = dict[str, Any] | AsyncGenerator[bytes, None]
 """JSON data, or the chunks of a stream."""
 
 
+class JobRequest(Protocol):
+    """What a job needs to know of the request that asked for it."""
+
+    id_prefix: ClassVar[str]
+    """How the ids of its answers begin."""
+    prompt_field: ClassVar[str]
+    request_id: str | None
+    priority: int
+    cache_salt: str
+    truncate_prompt_tokens: int | None
+    """Keep only the last so many tokens of a prompt; -1: as many as fit."""
+    return_tokens_as_token_ids: bool
+    stream_options: StreamOptions | None
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+
+
 @dataclass
 class Job:
     """One HTTP request's work: `n` choices for each of its prompts."""
 
     service: Service
-    request: CompletionRequest | ChatRequest
+    request: JobRequest
     id: str
     created: int
     prompts: list[list[int]]
@@ -49,14 +68,13 @@ class Job:
     async def make(
         cls,
         service: Service,
-        request: CompletionRequest | ChatRequest,
+        request: JobRequest,
         prompts: Sequence[list[int]],
         params: SamplingParams,
         limit: int | None,
     ) -> Job:
         """Raises ApiError(400) if a prompt with the `limit` that was asked for does not fit the model's context."""
         number = uuid.uuid4().hex
-        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         text = await service.prompts()
         prompts = [_fitted(service, request, prompt, limit) for prompt in prompts]
         commands: list[Add] = []
@@ -65,7 +83,7 @@ class Job:
                 f"{number}-{index}", prompt, params, priority=request.priority, cache_salt=request.cache_salt
             )
             service.metrics.asked(params)
-        identity = f"{kind}-{request.request_id or number}"
+        identity = request.id_prefix + (request.request_id or number)
         return cls(service, request, identity, int(time.time()), prompts, commands)
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -90,8 +108,13 @@ class Job:
         """Which prompt a choice answers."""
         return index * len(self.prompts) // len(self.commands)
 
-    def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        return merge([self.service.run(command) for command in self.commands])
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """The deltas of all choices, with the choice's index."""
+        await self.service.gate.enter()
+        with self.service.gate.track(self.id, self.commands):
+            async with aclosing(merge([self.service.run(command) for command in self.commands])) as deltas:
+                async for item in deltas:
+                    yield item
 
     async def collect(self, usage: Usage) -> list[Output]:
         """All choices, whole."""
@@ -107,9 +130,7 @@ class Job:
         return TokenTexts(None) if self.request.return_tokens_as_token_ids else await self.service.token_texts()
 
 
-def _fitted(
-    service: Service, request: CompletionRequest | ChatRequest, prompt: list[int], limit: int | None
-) -> list[int]:
+def _fitted(service: Service, request: JobRequest, prompt: list[int], limit: int | None) -> list[int]:
     context = service.plan.model.max_context
     room = context - (limit or 1)
     keep = request.truncate_prompt_tokens
@@ -121,7 +142,7 @@ def _fitted(
             f"This model's context is {context} tokens, but the prompt has {len(prompt)} and {limit or 1} are asked "
             "for: shorten the prompt or ask for fewer."
         )
-        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        param = request.prompt_field
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return prompt
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -165,6 +165,9 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(_Request, kw_only=True):
     """`POST /v1/completions`."""
 
+    id_prefix: ClassVar[str] = "cmpl-"
+    prompt_field: ClassVar[str] = "prompt"
+
     prompt: str | list[int | str | list[int]]
     echo: bool = False
     logprobs: int | None = None
@@ -269,6 +272,9 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class ChatRequest(_Request, kw_only=True):
     """`POST /v1/chat/completions`."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+    prompt_field: ClassVar[str] = "messages"
 
     messages: list[ChatMessage]
     add_generation_prompt: bool = True

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from ..output import Delta, TokenTexts
 from ..request import RequestMetrics, TokenLogprob
@@ -16,6 +17,11 @@ from ..request import RequestMetrics, TokenLogprob
 DONE = b"data: [DONE]\n\n"
 _LOWEST = -9999.0  # JSON has no infinity
 _encode = msgspec.json.encode
+
+
+def json_response(data: Any, status: int = 200) -> Response:
+    """JSON data as a response."""
+    return Response(_encode(data), status, media_type="application/json")
 
 
 def event(data: Any) -> bytes:

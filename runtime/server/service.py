@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, UserError
@@ -44,6 +44,7 @@ class Service:
         self._open_prompts = open_prompts
         self._opening: asyncio.Task[Prompts] | None = None
         self._texts: TokenTexts | None = None
+        self.gate = Gate(engine)
 
     def start(self) -> None:
         """Begin to read the text files and to watch the engine."""
@@ -107,6 +108,64 @@ class Service:
             raise
         finally:
             timer.end()
+
+
+class Gate:
+    """What is open, by the id that its client knows, and whether more may start."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._emptied = asyncio.Event()
+        self._open: dict[str, list[str]] = {}
+
+    def __len__(self) -> int:
+        """How many HTTP requests are being answered."""
+        return len(self._open)
+
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    async def enter(self) -> None:
+        """Wait while paused."""
+        await self._resumed.wait()
+
+    @contextmanager
+    def track(self, identity: str, commands: Sequence[Add]) -> Iterator[None]:
+        """Make the commands of one HTTP request known under its id. Raises ApiError(400) if the id is in use."""
+        if identity in self._open:
+            raise ApiError(400, f"The request id {identity!r} is in use.", param="request_id")
+        self._open[identity] = [command.request for command in commands]
+        try:
+            yield
+        finally:
+            del self._open[identity]
+            if not self._open:
+                self._emptied.set()
+
+    def abort(self, identities: Iterable[str] | None = None) -> int:
+        """End requests, all by default; their answers end with the finish reason "abort". How many were open."""
+        found = [self._open[name] for name in (self._open if identities is None else identities) if name in self._open]
+        for names in found:
+            for name in names:
+                self._engine.abort(name)
+        return len(found)
+
+    async def pause(self, *, abort: bool) -> None:
+        """Let nothing more start, and end what runs: at once with `abort`, else by itself."""
+        self._resumed.clear()
+        if abort:
+            self.abort()
+        else:
+            self._emptied.clear()
+            if self._open:
+                await self._emptied.wait()
+
+    def resume(self) -> None:
+        """Let requests start, those that waited first."""
+        self._resumed.set()
 
 
 class Heart:

@@ -99,6 +99,9 @@ class FakeEngine:
     commands: list[Add] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     stats_delay: float = 0.0
+    resets: int = 0
+    told: set[str] = field(default_factory=set)
+    """Requests told to abort."""
 
     async def generate(self, command: Add) -> AsyncGenerator[Event, None]:
         self.commands.append(command)
@@ -120,7 +123,10 @@ class FakeEngine:
         for index, token in enumerate(tokens):
             await asyncio.sleep(0)
             if index == self.stall_after:
-                await asyncio.sleep(3600)
+                while name not in self.told:
+                    await asyncio.sleep(0.001)
+                yield Finished(name, "abort", None, self._metrics(command))
+                return
             if self.error is not None and index == self.error_after:
                 yield self.error
                 return
@@ -150,7 +156,10 @@ class FakeEngine:
         return Stats(0, 1, 2, 0.25, 10, 5, 0, 0, 0, 7, 0.0)
 
     async def reset_prefix_cache(self) -> None:
-        pass
+        self.resets += 1
+
+    def abort(self, request: str) -> None:
+        self.told.add(request)
 
     async def close(self, drain: bool = False) -> None:
         pass

@@ -1,0 +1,111 @@
+"""Routes that manage a server: whether it is ready, what it is, what it does, and stopping some of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ... import __version__
+from .errors import ApiError
+from .openai import parse
+from .render import json_response
+from .service import Service
+
+EMBEDDING_ROUTES = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
+
+
+async def ready(service: Service, request: Request) -> Response:
+    """`GET /ready`: 200 if a request would be answered now: all is loaded and nothing paused."""
+    problem = service.heart.problem
+    if not problem and service.gate.paused:
+        problem = "The server is paused."
+    if problem:
+        raise ApiError(503, problem)
+    await service.prompts()
+    return json_response({"status": "ready"})
+
+
+async def load(service: Service, request: Request) -> Response:
+    """`GET /load`: the requests being answered, and those of them that the engine runs or lets wait."""
+    stats = await service.heart.stats()
+    counts = {"running": stats.running, "waiting": stats.waiting, "kv_usage": stats.kv_usage} if stats else {}
+    return json_response({"server_load": len(service.gate), **counts})
+
+
+async def server_info(service: Service, request: Request) -> Response:
+    """`GET /server_info`: the plan that is served, and where its memory goes in bytes."""
+    plan, stats = service.plan, await service.heart.stats()
+    prompts = await service.prompts()
+    return json_response(
+        {
+            "version": __version__,
+            "model": service.model,
+            "target": plan.target,
+            "fingerprint": service.fingerprint,
+            "max_model_len": plan.model.max_context,
+            "vocab_size": plan.model.vocab_size,
+            "kv_bytes_per_token": plan.kv_bytes_per_token,
+            "max_batch": plan.max_batch,
+            "tokenizer": prompts.tokenizer is not None,
+            "chat_template": prompts.template is not None,
+            "default_sampling_params": prompts.defaults,
+            "memory": stats.memory if stats else {},
+        }
+    )
+
+
+class AbortRequests(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /abort_requests`."""
+
+    request_ids: list[str] | None = None
+    """The ids in answers; left out: all requests."""
+
+
+async def abort_requests(service: Service, data: dict[str, Any]) -> dict[str, Any]:
+    """`POST /abort_requests`: their answers end with the finish reason "abort"."""
+    return {"aborted": service.gate.abort(parse(data, AbortRequests).request_ids)}
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    """`POST /reset_prefix_cache`: forget every cached prefix that no running request uses."""
+    await service.engine.reset_prefix_cache()
+    return json_response({"status": "ok"})
+
+
+async def pause(service: Service, request: Request) -> Response:
+    """`POST /pause?mode=abort|wait&clear_cache=true|false`: end what runs, or wait for its end.
+
+    New requests wait until `/resume`.
+    """
+    mode = request.query_params.get("mode", "abort")
+    clear = request.query_params.get("clear_cache", "true")
+    if mode not in ("abort", "wait"):
+        raise ApiError(400, f"mode must be abort or wait, not {mode!r}", param="mode")
+    if clear not in ("true", "false"):
+        raise ApiError(400, f"clear_cache must be true or false, not {clear!r}", param="clear_cache")
+    await service.gate.pause(abort=mode == "abort")
+    if clear == "true":
+        await service.engine.reset_prefix_cache()
+    return json_response({"status": "paused"})
+
+
+async def resume(service: Service, request: Request) -> Response:
+    """`POST /resume`: let requests start again."""
+    service.gate.resume()
+    return json_response({"status": "resumed"})
+
+
+async def is_paused(service: Service, request: Request) -> Response:
+    """`GET /is_paused`."""
+    return json_response({"is_paused": service.gate.paused})
+
+
+async def no_embeddings(service: Service, data: dict[str, Any]) -> dict[str, Any]:
+    """Routes of models that embed, rank or classify, which the served model does not."""
+    name = data.get("model")
+    service.check_model(name if isinstance(name, str) else None)
+    message = f"The model {service.model!r} generates text: it can't embed, score, rank or classify."
+    raise ApiError(400, message, param="model", code="unsupported_model")
