@@ -21,6 +21,7 @@ from ..output import TokenTexts
 from . import manage, metrics
 from .errors import ApiError, as_api_error, error_response
 from .generate import Answer, chat_completions, completions
+from .messages import count_tokens, messages
 from .openai import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse, parse_json, render_messages
 from .render import DONE, event, json_response
 from .service import Service
@@ -52,6 +53,8 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
     routes = [
         post("/v1/chat/completions", chat_completions),
         post("/v1/completions", completions),
+        post("/v1/messages", messages),
+        post("/v1/messages/count_tokens", count_tokens),
         get("/v1/models", models),
         get("/v1/models/{model:path}", model),
         post("/tokenize", tokenize),

@@ -15,6 +15,12 @@ from ..errors import InternalError, UserError
 logger = logging.getLogger("toolkit.server")
 
 _TYPES = {404: "not_found_error", 503: "service_unavailable_error"}
+_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -31,6 +37,11 @@ class ApiError(Exception):
         """The error as JSON data."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The error as Anthropic's clients read it."""
+        kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -52,4 +63,5 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     answer = as_api_error(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    return Response(msgspec.json.encode(answer.body()), answer.status, headers, "application/json")
+    body = answer.anthropic_body() if request.url.path.startswith("/v1/messages") else answer.body()
+    return Response(msgspec.json.encode(body), answer.status, headers, "application/json")

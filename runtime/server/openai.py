@@ -364,14 +364,14 @@ T = TypeVar("T")
 _FIELD = re.compile(r"`\$\.(\w+)|unknown field `(\w+)`|missing required field `(\w+)`")
 
 
-def parse(data: Mapping[str, Any], kind: type[T]) -> T:
+def parse(data: Mapping[str, Any], kind: type[T], refused: Mapping[str, tuple[tuple[Any, ...], str]] = REFUSED) -> T:
     """A request of JSON data.
 
     Raises ApiError(400) naming the field that is refused, unknown, missing, or of a wrong type or value.
     """
     fields = {name: value for name, value in data.items() if value is not None}
-    for name in REFUSED.keys() & fields.keys():
-        neutral, reason = REFUSED[name]
+    for name in refused.keys() & fields.keys():
+        neutral, reason = refused[name]
         if name in getattr(kind, "__struct_fields__", ()):
             continue
         if not any(type(fields[name]) is type(value) and fields[name] == value for value in neutral):

@@ -153,7 +153,7 @@ def test_environment_variables() -> None:
 
 def test_routes() -> None:
     code = (ROOT / "runtime/server/app.py").read_text()
-    routes = {path.replace("{model:path}", "NAME") for path in re.findall(r'(?:post|get)\("(/[^"]+)"', code)}
+    routes = {path.replace("{model:path}", "NAME") for path in re.findall(r'(?:post|get|action)\("(/[^"]+)"', code)}
     table = page("server").partition("## Routes")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(?:GET|POST) (/[\w/]+)`", table)) == routes
 
