@@ -105,8 +105,15 @@ def test_the_sdk_understands_our_errors() -> None:
             await client.messages.create(**{**ASK, "model": "other"})
         with pytest.raises(anthropic.BadRequestError, match="tools is not supported") as caught:
             await client.messages.create(**ASK, tools=[{"name": "f", "input_schema": {"type": "object"}}])
-        assert caught.value.body["error"]["type"] == "invalid_request_error"
-        for bad in ({"max_tokens": 0}, {"max_tokens": 1000}, {"messages": []}, {"stop_sequences": ["a"] * 17}):
+        body: Any = caught.value.body
+        assert body["error"]["type"] == "invalid_request_error"
+        wrong: list[dict[str, Any]] = [
+            {"max_tokens": 0},
+            {"max_tokens": 1000},
+            {"messages": []},
+            {"stop_sequences": ["a"] * 17},
+        ]
+        for bad in wrong:
             with pytest.raises(anthropic.BadRequestError):
                 await client.messages.create(**{**ASK, **bad})
         server.engine.error, server.engine.error_after = Error("", "broke", False), 3
