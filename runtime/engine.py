@@ -22,6 +22,7 @@ from .batch import BatchBuilder
 from .debug import debug_phase
 from .device.base import Device, Ticket
 from .errors import InternalError, UserError
+from .grammar import Grammars
 from .kv.manager import KVManager
 from .kv.prefix import PageKeys
 from .options import EngineOptions
@@ -51,7 +52,7 @@ def open_engine(directory: Path, options: EngineOptions) -> Engine:
     with debug_phase("Plan"):
         plan = read_plan(directory)
         step_limits(plan, options)
-    return Engine(open_device(directory, plan, options), options)
+    return Engine(open_device(directory, plan, options), options, grammars=Grammars(directory, plan))
 
 
 def step_limits(plan: Plan, options: EngineOptions) -> Limits:
@@ -89,11 +90,19 @@ class _Flight:
 class Engine:
     """Serves requests on one device. One thread at a time may call it."""
 
-    def __init__(self, device: Device, options: EngineOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        device: Device,
+        options: EngineOptions,
+        *,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises UserError if an option asks for more than the plan was compiled for."""
         plan = self.plan = device.plan
         self.device = device
         self._clock = clock
+        self._grammars = grammars
         limits = step_limits(plan, options)
         self.kv = KVManager(
             plan.caches,
@@ -141,12 +150,20 @@ class Engine:
         most = self.max_tokens if params.max_tokens is None else min(self.max_tokens, len(prompt) + params.max_tokens)
         tokens = np.empty(most, np.int32)
         tokens[: len(prompt)] = prompt
+        sampling = make_sampling(command, tokens, vocabulary)
+        mask = None
+        if params.grammar:
+            if self._grammars is None:
+                raise UserError("this engine has no tokenizer, so it can't keep to a grammar")
+            mask = self._grammars.start(params.grammar)
+            sampling.row["mask"] = mask.words.ctypes.data
         return Sequence(
             request=command.request,
             order=(command.priority, next(self._arrivals)),
             tokens=tokens,
             prompt_length=len(prompt),
-            sampling=make_sampling(command, tokens, vocabulary),
+            sampling=sampling,
+            mask=mask,
             keys=PageKeys(command.cache_salt, self.kv.page_tokens, self._rope_class(len(prompt))),
             arrival=command.arrival or self._clock(),
             length=len(prompt),
@@ -254,6 +271,8 @@ class Engine:
         device = self.device
         for chunk in chunks:
             chunk.sequence.started = chunk.sequence.started or self._turn
+            if chunk.samples and chunk.sequence.mask is not None:
+                chunk.sequence.mask.wait()
         batch = self._batches.build(chunks)
         for group, source, destination in self.kv.take_copies():
             device.copy_pages(group, [(source, destination)])
@@ -349,6 +368,8 @@ class Engine:
             self._finish(sequence, "length", events)
         elif self._rope_switch == length:
             self._rebase(sequence)
+        if sequence.mask is not None and sequence.request in self._sequences:
+            sequence.mask.push(token)
 
     def _rebase(self, sequence: Sequence) -> None:
         """Compute a sequence anew that has become so long that all its keys must be rotated by other frequencies."""

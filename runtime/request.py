@@ -42,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     """The same for each prompt token; -1 is the whole vocabulary."""
     skip_special_tokens: bool = True
+    grammar: str = ""
+    """What the output must be, see `grammar`; empty: anything."""
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[bool, str], ...] = (
@@ -69,6 +71,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
             (self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, not {self.seed}"),
             (all(self.stop), "stop strings must not be empty"),
+            (
+                not (self.grammar and self.ignore_eos),
+                "ignore_eos can't be combined with structured output, which ends by itself",
+            ),
         )
         for good, message in checks:
             if not good:

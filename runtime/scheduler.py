@@ -97,7 +97,7 @@ class Scheduler:
     def _choose(self, ahead: bool) -> list[Chunk]:
         self._ahead = ahead
         self._yield_to_priority()
-        active = [sequence for sequence in self.running if sequence.length < sequence.horizon]
+        active = [sequence for sequence in self.running if sequence.ready]
         decoding = sum(sequence.length - sequence.computed == 1 for sequence in active)
         budget = self.limits.tokens - decoding
         rows = self.limits.rows - len(self.running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .grammar import Mask
 from .kv.manager import PageTable
 from .kv.prefix import PageKeys
 from .request import TokenLogprob
@@ -40,6 +41,8 @@ class Sequence:
     computed anew."""
     rope_length: int
     """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
+    mask: Mask | None = None
+    """Of its grammar."""
     computed: int = 0
     table: PageTable | None = None
     """The pages held, while running."""
@@ -53,6 +56,11 @@ class Sequence:
     first_token: float = 0.0
     cached_tokens: int = 0
     preemptions: int = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step may advance it now: a grammar allows tokens only by what all those before are."""
+        return self.length < self.horizon and (self.mask is None or self.known == self.length)
 
     @property
     def settled(self) -> int:

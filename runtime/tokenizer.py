@@ -38,7 +38,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
         self._backend = backend
         self._limit = vocab_size if backend.get_vocab_size(with_added_tokens=True) > vocab_size else None
-        self._special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
         self._byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
 
@@ -79,7 +79,7 @@ class Tokenizer:
 
     def incremental(self, skip_special_tokens: bool = True) -> IncrementalDecoder:
         """A decoder for one output."""
-        skipped = frozenset(self._special if skip_special_tokens else ())
+        skipped = frozenset(self.special if skip_special_tokens else ())
         if self._byte_level:
             return _ByteDecoder(self.token_bytes, skipped)
         return _WindowDecoder(self._backend, skipped)

@@ -27,7 +27,7 @@ class Format:
     """Whether its markers are special tokens, which must then stay in the text."""
 
 
-def _json_calls(schemas: Schemas) -> Read:
+def json_calls(schemas: Schemas) -> Read:
     """An object, or a list of them."""
 
     def read(body: str) -> Sequence[Call] | None:
@@ -218,7 +218,7 @@ def _sections(section: str, section_end: str, opening: str, closing: str) -> dic
 
 
 FORMATS: dict[str, Format] = {
-    "hermes": Format(_between("<tool_call>", "</tool_call>"), _json_calls),
+    "hermes": Format(_between("<tool_call>", "</tool_call>"), json_calls),
     "llama3_json": Format(
         {
             "start": State("content", {"{": "call", "<|python_tag|>": "call"}, "text"),
@@ -264,7 +264,7 @@ FORMATS: dict[str, Format] = {
             "text": State("content", {"<|tool_call|>": "call", "<tool_call>": "call"}),
             "call": State("body", {"</tool_call>": "text"}),
         },
-        _json_calls,
+        json_calls,
         special=True,
     ),
     "gemma": Format(

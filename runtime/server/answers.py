@@ -6,9 +6,15 @@ import uuid
 from typing import Any
 
 from ..output import Delta
-from ..parsers.answer import Formats
-from ..parsers.core import Call, Parts
+from ..parsers.answer import AnswerParser, Formats
+from ..parsers.core import Call, Machine, Parts, State
+from ..parsers.tools import json_calls
 from .openai import ChatRequest
+
+
+def forced_parser() -> Machine:
+    """Reads calls that a grammar forced: a list in JSON and nothing else, whatever form the model has for calls."""
+    return Machine({"text": State("body")}, json_calls({}))
 
 
 class ChoiceReader:
@@ -18,7 +24,9 @@ class ChoiceReader:
         schemas = {
             tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in request.offered
         }
-        self._parser = formats.parser(prompt, schemas if request.offered else None)
+        self._parser: Machine | AnswerParser = (
+            forced_parser() if request.forced else formats.parser(prompt, schemas if request.offered else None)
+        )
         self._most = None if request.parallel_tool_calls else 1
         self._calls = 0
 

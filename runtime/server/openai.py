@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from .. import grammar
 from ..errors import UserError
 from ..prompt import Prompts
 from ..request import SamplingParams
@@ -19,7 +20,6 @@ MAX_PROMPTS = 1024
 
 # --- fields that are refused ------------------------------------------------------------------------------------------
 
-_STRUCTURED = "structured output is not supported"
 _TOOLS = "only chat calls tools"
 _MEDIA = "this model reads and writes text only"
 _STORE = "the server stores nothing"
@@ -33,10 +33,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "only completions can repeat the prompt"),
     "function_call": (("none",), "use tool_choice"),
     "functions": (([],), "use tools"),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
     "include_reasoning": ((True,), "reasoning is part of the text"),
     "kv_transfer_params": ((), "prefill and decode run in one server"),
     "length_penalty": ((1.0,), "beam search is not supported"),
@@ -50,11 +46,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": (("in_memory", "in-memory"), "prefixes are cached in memory only"),
     "prompt_embeds": ((), "prompts are text or token ids"),
     "reasoning_effort": (("none",), "use chat_template_kwargs, if the model's template has such a switch"),
-    "response_format": (({"type": "text"},), _STRUCTURED),
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "special tokens are joined as the tokenizer joins them"),
     "store": ((False,), _STORE),
-    "structured_outputs": ((), _STRUCTURED),
     "suffix": (("",), "filling in the middle is not supported"),
     "tool_choice": (("none", "auto"), _TOOLS),
     "tools": (([],), _TOOLS),
@@ -80,6 +74,32 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.include_obfuscation:
             raise ValueError("include_obfuscation is not supported: chunks are sent as long as they are")
+
+
+class Structured(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`structured_outputs`: what the output must be, one of these."""
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """In Lark."""
+
+
+class _Schema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] = {}
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
 
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -122,6 +142,12 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Name tokens in log-probabilities `token_id:N`."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structured | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     """Labels of the caller's own, which change nothing: `user`, `metadata`, `safety_identifier`, `prompt_cache_key`."""
     metadata: dict[str, str] = {}
@@ -148,6 +174,48 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop)
 
     @property
+    def grammars(self) -> dict[str, str]:
+        """The grammars that the output must keep to, by the field that asks for it. Raises UserError for a bad one."""
+        asked = self.structured_outputs or Structured()
+        fields: dict[str, Any] = {
+            "structured_outputs.json": (grammar.of_schema, asked.json),
+            "structured_outputs.json_object": (grammar.of_schema, {"type": "object"} if asked.json_object else None),
+            "structured_outputs.regex": (grammar.of_regex, asked.regex),
+            "structured_outputs.choice": (grammar.of_choice, asked.choice),
+            "structured_outputs.grammar": (grammar.of_lark, asked.grammar),
+            "guided_json": (grammar.of_schema, self.guided_json),
+            "guided_regex": (grammar.of_regex, self.guided_regex),
+            "guided_choice": (grammar.of_choice, self.guided_choice),
+            "guided_grammar": (grammar.of_lark, self.guided_grammar),
+            "response_format": (grammar.of_schema, self._response_schema()),
+        }
+        return {name: make(value) for name, (make, value) in fields.items() if value is not None}
+
+    def _response_schema(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None:
+            raise UserError("response_format of type json_schema needs json_schema with a schema")
+        return wanted.json_schema.schema
+
+    def _grammar(self) -> str:
+        """The one grammar asked for, or "". Raises ApiError(400) if it is wrong or there are several."""
+        try:
+            grammars = self.grammars
+        except UserError as error:
+            raise ApiError(400, str(error), param=_param(str(error), type(self))) from None
+        if len(grammars) > 1:
+            names = " and ".join(grammars)
+            raise ApiError(400, f"{names} exclude each other: send one of them", param=next(iter(grammars)))
+        for name, text in grammars.items():
+            if problem := grammar.check(text):
+                raise ApiError(400, f"{name} can't be used: {problem}", param=name.partition(".")[0])
+        return next(iter(grammars.values()), "")
+
+    @property
     def with_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -155,6 +223,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """The engine's parameters: this request's, else the model's own defaults."""
         given = {name: value for name in _DEFAULTED if (value := getattr(self, name)) is not None}
         given |= {name: getattr(self, name) for name in _COPIED}
+        given |= {"grammar": self._grammar()}
         given |= {"stop": self.stops, "stop_token_ids": tuple(self.stop_token_ids)}
         try:
             return prompts.params(**(given | changes))
@@ -284,7 +353,8 @@ class ChatRequest(_Request, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = []
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: str | dict[str, Any] = "auto"
+    """`none`, `auto`, `required`, or `{"type": "function", "function": {"name": ...}}`."""
     parallel_tool_calls: bool = True
     """False: only the first call of an answer is kept."""
 
@@ -292,12 +362,46 @@ class ChatRequest(_Request, kw_only=True):
         super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        if isinstance(self.tool_choice, str) and self.tool_choice not in {"none", "auto", "required"}:
+            raise ValueError("tool_choice must be none, auto, required, or name a function")
+        if self.tool_choice not in ("none", "auto") and not self.forced:
+            raise ValueError("tool_choice must be for one of the tools that are sent")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
 
     @property
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which the model must call one."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else []
+        function = self.tool_choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        return [tool for tool in self.tools if tool.function.name == name]
+
+    @property
+    def grammars(self) -> dict[str, str]:
+        """See `_Request`; tools that must be called are a list of calls in JSON."""
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool.function.name},
+                    "arguments": tool.function.parameters or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for tool in self.forced
+        ]
+        if not calls:
+            return super().grammars
+        most = {} if self.parallel_tool_calls and self.tool_choice == "required" else {"maxItems": 1}
+        forced = grammar.of_schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+        return super().grammars | {"tool_choice": forced}
 
     @property
     def offered(self) -> list[Tool]:
@@ -308,7 +412,7 @@ class ChatRequest(_Request, kw_only=True):
         """Raises ApiError(400) if the model is to call tools and how it writes that is not known."""
         changes: dict[str, Any] = {"logprobs": (self.top_logprobs or 0) if self.logprobs else None}
         formats = prompts.formats
-        if self.offered and formats.tools is None:
+        if self.offered and not self.forced and formats.tools is None:
             message = "tools is not supported: the chat template shows no known form of calls, see --tool-call-parser"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         if formats.special(bool(self.offered)):

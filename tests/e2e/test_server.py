@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +51,56 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float:
 def metric(server: ServerProcess, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics").text
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"toolkit:{name}{{"))
+
+
+# --- structured output ------------------------------------------------------------------------------------------------
+
+
+def test_outputs_keep_to_grammars_side_by_side(server: ServerProcess) -> None:
+    client = sdk(server)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "big": {"type": "boolean"}},
+        "required": ["city", "big"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    answers: dict[str, Any] = {}
+
+    def one(name: str, **options: Any) -> None:
+        answers[name] = ask(client, max_tokens=60, **options).choices[0]
+
+    named = {"type": "function", "function": {"name": "look_up"}}
+    threads = [
+        threading.Thread(target=one, args=("json",), kwargs={"response_format": wanted}),
+        threading.Thread(
+            target=one, args=("choice",), kwargs={"extra_body": {"structured_outputs": {"choice": ["Rome", "Oslo"]}}}
+        ),
+        threading.Thread(target=one, args=("regex",), kwargs={"extra_body": {"guided_regex": "[0-9]{3}"}}),
+        threading.Thread(target=one, args=("tool",), kwargs={"tools": [tool], "tool_choice": named}),
+        threading.Thread(target=one, args=("plain",)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    data = json.loads(answers["json"].message.content)
+    assert (type(data["city"]), type(data["big"]), answers["json"].finish_reason) == (str, bool, "stop")
+    assert answers["choice"].message.content in {"Rome", "Oslo"}
+    assert re.fullmatch("[0-9]{3}", answers["regex"].message.content)
+    (call,) = answers["tool"].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments).keys()) == ("look_up", {"city", "big"})
+    assert answers["tool"].finish_reason == "tool_calls"
+    assert "Paris" in answers["plain"].message.content
+
+
+def test_a_wrong_grammar_is_refused_alone(server: ServerProcess) -> None:
+    for body in ({"guided_regex": "(("}, {"structured_outputs": {"json": {"type": "foo"}}}):
+        with pytest.raises(openai.BadRequestError, match="can't be used") as caught:
+            ask(sdk(server), extra_body=body)
+        assert caught.value.param == next(iter(body))
+    assert "Paris" in ask(sdk(server), max_tokens=40).choices[0].message.content
 
 
 # --- the openai SDK ---------------------------------------------------------------------------------------------------

@@ -252,6 +252,9 @@ def draw(row: Any, logits: Float32, history: npt.NDArray[Any]) -> tuple[int, int
     scores = logits.astype(np.float64).copy()
     tokens = _array(row["bias_tokens"], row["bias_count"], np.int32)
     scores[tokens] += _array(row["bias_values"], row["bias_count"], np.float32)
+    if row["mask"]:
+        words = _array(row["mask"], -(-len(scores) // 32), np.uint32)
+        scores[np.unpackbits(words.view(np.uint8), bitorder="little")[: len(scores)] == 0] = -np.inf
     if not np.isfinite(scores).any():
         return -1, 2
     seen, output = np.unique(history), history[row["prompt_length"] :]
