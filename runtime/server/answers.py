@@ -20,13 +20,18 @@ def forced_parser() -> Machine:
 class ChoiceReader:
     """Reads one choice of a chat as it comes."""
 
-    def __init__(self, formats: Formats, prompt: str, request: ChatRequest) -> None:
+    def __init__(self, formats: Formats, prompt: str, request: ChatRequest, *, constrained: bool) -> None:
+        """A `constrained` answer is what its grammar says from the first character on, so it has no other parts."""
         schemas = {
             tool.function.name: (tool.function.parameters or {}).get("properties", {}) for tool in request.offered
         }
-        self._parser: Machine | AnswerParser = (
-            forced_parser() if request.forced else formats.parser(prompt, schemas if request.offered else None)
-        )
+        self._parser: Machine | AnswerParser
+        if request.forced:
+            self._parser = forced_parser()
+        elif constrained:
+            self._parser = Formats().parser(prompt, None)
+        else:
+            self._parser = formats.parser(prompt, schemas if request.offered else None)
         self._most = None if request.parallel_tool_calls else 1
         self._calls = 0
 

@@ -159,7 +159,7 @@ async def chat_completions(service: Service, data: dict[str, Any]) -> Answer:
     text = render_messages(request, prompts)
     ids = await service.encode(text, add_special_tokens=bool(request.add_special_tokens))
     job = await Job.make(service, request, [ids], params, request.limit)
-    readers = [ChoiceReader(prompts.formats, text, request) for _ in job.commands]
+    readers = [ChoiceReader(prompts.formats, text, request, constrained=bool(params.grammar)) for _ in job.commands]
     if request.stream:
         return _stream_chat(job, request, readers)
     return await _whole_chat(job, request, readers)

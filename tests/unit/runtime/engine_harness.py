@@ -31,12 +31,12 @@ def depth(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_engine(
-    *, pages: int = PLENTY, options: Mapping[str, Any] | None = None, depth: int = 0, **plan: Any
+    *, pages: int = PLENTY, options: Mapping[str, Any] | None = None, depth: int = 0, grammars: Any = None, **plan: Any
 ) -> Engine:
     """An engine over a fake device with so many pages a group."""
     device = FakeDevice(fake_plan(**plan), pages)
     queued = (depth or _depth) > 1
-    return Engine(QueuedDevice(device) if queued else device, EngineOptions(**(options or {})))
+    return Engine(QueuedDevice(device) if queued else device, EngineOptions(**(options or {})), grammars=grammars)
 
 
 def device_of(engine: Engine) -> FakeDevice:

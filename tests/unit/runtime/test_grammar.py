@@ -11,6 +11,8 @@ import llguidance
 import msgspec
 import numpy as np
 import pytest
+from unit.runtime.engine_harness import alone, depth, make_engine, make_request, run
+from unit.runtime.fake_device import EOS, fake_plan
 from unit.runtime.sample_plan import sample_plan
 
 from toolkit.runtime import grammar
@@ -18,6 +20,7 @@ from toolkit.runtime.errors import UserError
 from toolkit.runtime.grammar import Mask, vocabulary_of
 
 SIZE = 300
+__all__ = ["depth"]
 
 
 class Words:
@@ -92,3 +95,53 @@ def test_right_grammars_pass() -> None:
     assert grammar.check(grammar.of_schema(SCHEMA)) == ""
     with pytest.raises(UserError, match="not empty"):
         grammar.of_choice(["a", ""])
+
+
+class Letters:
+    """The fake model's vocabulary as printable characters."""
+
+    special = frozenset({EOS})
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([60 + token])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [byte - 60 for byte in text.encode()]
+
+
+class LetterGrammars:
+    """As `Grammars`, with the fake model's vocabulary."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        letters: Any = Letters()
+        self.vocabulary, self.pool = vocabulary_of(letters, fake_plan()), pool
+
+    def start(self, text: str) -> Mask:
+        return Mask(llguidance.LLMatcher(self.vocabulary, text), 64, self.pool)
+
+
+@pytest.mark.parametrize("pages", [14, 100])
+def test_the_engine_keeps_to_grammars_beside_others_and_under_pressure(depth: int, pages: int) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        engine = make_engine(pages=pages, grammars=LetterGrammars(pool))
+        patterns = {"a": "[a-c]{3,9}", "b": "(xy){8,9}Z", "c": "[A-Z]{20}"}
+        requests = [
+            make_request(
+                name,
+                range(5 + index, 20),
+                temperature=0.0 if index else 1.0,
+                seed=7,
+                grammar=grammar.of_regex(pattern),
+                max_tokens=30,
+            )
+            for index, (name, pattern) in enumerate(patterns.items())
+        ]
+        plain = make_request("plain", range(3, 12), max_tokens=20)
+        outputs = run(engine, [*requests, plain])
+    for name, pattern in patterns.items():
+        output = outputs[name]
+        assert output.finished is not None
+        assert (output.finished.reason, output.finished.stop_token) == ("stop", EOS)
+        assert re.fullmatch(pattern, "".join(chr(60 + token) for token in output.tokens[:-1]))
+    assert outputs["plain"].result == alone(plain).result
+    assert (engine.scheduler.preemptions > 0) == (pages == 14)

@@ -122,6 +122,21 @@ def test_tool_calls_and_reasoning_streamed_equal_whole() -> None:
     serve(test, formats=Formats("hermes", "qwen3"))
 
 
+def test_an_answer_by_a_grammar_is_content_whatever_the_formats() -> None:
+    async def test(server: Server) -> None:
+        server.engine.reply = '{"name": "weather", "arguments": {}}'
+        for options in ({"response_format": {"type": "json_object"}}, {"extra_body": {"guided_regex": ".*"}}):
+            whole = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, **options)
+            assert whole.choices[0].message.content == server.engine.reply
+            assert whole.choices[0].message.tool_calls is None
+        server.engine.reply = f"[{server.engine.reply}]"
+        whole = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, tool_choice="required")
+        assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["weather"]
+        assert all(command.params.grammar for command in server.engine.commands)
+
+    serve(test, formats=Formats("llama3_json", "deepseek_r1"))
+
+
 def test_stop_strings_end_and_abort() -> None:
     async def test(server: Server) -> None:
         for stream in (False, True):
