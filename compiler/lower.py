@@ -158,10 +158,10 @@ def _linear(low: Lowering, op: Op) -> None:
     gated = bool_attr(op.attrs, "gated")
     if len(extras) > MAX_EXTRAS:
         raise Unsupported(f"an epilogue with {len(extras)} extra inputs, more than {MAX_EXTRAS}")
-    if gated and low.target.kind == "cpu" and columns % (2 * PANEL):
+    if gated and low.weights[weight.name].layout == "panel16" and columns % (2 * PANEL):
         raise Unsupported(f"halves of {columns} columns, which are no multiple of {2 * PANEL}")
     args: dict[str, Argument] = {
-        "x": low.quantized(x) if encoding.kind == "affine" else low.pointer(x),
+        "x": low.quantized(x) if encoding.kind == "affine" and low.target.kind == "cpu" else low.pointer(x),
         "weight": low.pointer(weight),
         "rows": dim(rows),
         "N": ConstArg(columns),

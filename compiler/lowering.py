@@ -173,8 +173,6 @@ class Lowering:
         encoding = self.weights[weight.name].param.recipe.encoding
         if encoding is None:
             raise InternalError(f"the encoding of {weight.name} was not resolved before lowering")
-        if encoding.kind == "affine" and self.target.kind == "cuda":
-            raise Unsupported(f"{weight.name} is quantized ({encoding.name}): compile with --quant bf16")
         return encoding
 
     def wanted(self, value: Value, width: int) -> tuple[bool, bool]:
@@ -369,7 +367,7 @@ def choose_layouts(graph: Graph, target: Target) -> dict[str, Weight]:
     weights = {}
     for param in graph.params:
         if param.value.name in matrices and param.recipe.constant is None:
-            weights[param.value.name] = Weight(param, target.matrix_layout)
+            weights[param.value.name] = Weight(param, target.matrix_layout(param.recipe.encoding))
         else:
             plain = Param(param.value, replace(param.recipe, encoding=FLOAT32))
             weights[param.value.name] = Weight(plain, "rows")

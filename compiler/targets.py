@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ..kernels_templates.packing import Layout
+from ..runtime.encodings import Encoding
 from ..runtime.errors import UserError
 from ..runtime.plan import ArchName, IsaName, KvDType, TargetKind
 from .shapes import Bounds
@@ -36,8 +37,6 @@ class Target:
     """Instruction set levels that get a library each; the machine picks the last one that it has."""
     archs: tuple[ArchName, ...] = ()
     """GPU architectures that get a module each."""
-    matrix_layout: Layout = "panel16"
-    """Of the weights of linear layers and embeddings."""
     kv_layout: str = "kv-head-major"
     page_tokens: int = 16
     """Tokens in a page of the K/V cache."""
@@ -52,6 +51,10 @@ class Target:
     def kind(self) -> TargetKind:
         """What runs the plans."""
         return "cuda" if self.archs else "cpu"
+
+    def matrix_layout(self, encoding: Encoding | None) -> Layout:
+        """Of the weights of linear layers and embeddings: GPUs read floats as they are."""
+        return "panel16" if self.kind == "cpu" or (encoding is not None and encoding.kind == "affine") else "rows"
 
     def real(self, dtype: FloatDType) -> FloatDType:
         """The numbers of activations in a plan for a model of this dtype."""
@@ -128,7 +131,6 @@ def cuda_target(archs: Sequence[ArchName]) -> Target:
     return Target(
         ",".join(ordered),
         archs=ordered,
-        matrix_layout="rows",
         kv_layout="kv-rows",
         page_tokens=64,
         max_tokens=8192,

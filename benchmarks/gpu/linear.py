@@ -1,11 +1,13 @@
 """CUDA linear layers: time, bandwidth and operations a second at the sizes of two models, beside cuBLAS.
 
-    python benchmarks/gpu/linear.py [--models 1b 8b] [--rows 1 8 64] [--sweep] [--compile] [--json FILE]
+    python benchmarks/gpu/linear.py [--models 1b 8b] [--rows 1 8 64] [--encoding a4g128] [--sweep]
+        [--compile] [--json FILE]
 
 Each launch reads another copy of the weight, so that none of it is in L2, and overlaps the launch before it, as the
 kernels of a step do; a captured graph of many launches is timed by events. `floor_us` is the larger of the bytes over
-4.5 TB/s and the operations over 780 TF/s. `cublas_us` is torch.matmul in a graph, where torch is installed. `--sweep`
-times every tile and prints the best; `--compile` only fills the kernel cache, which needs no GPU.
+4.5 TB/s and the operations over 780 TF/s. `cublas_us` is torch.matmul in a graph, where torch is installed. Quantized
+weights (`--encoding`) are bytes of any meaning. `--sweep` times every tile and prints the best; `--compile` only fills
+the kernel cache, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import numpy as np
 from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
 from toolkit.kernels_templates.catalog import Axis, KernelSpec, ParamValue
 from toolkit.kernels_templates.cuda.choose import choose_linear
+from toolkit.kernels_templates.packing import layout_bytes, panel_encoding
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.errors import InternalError
@@ -71,10 +74,10 @@ def kernel_of(layer: Layer, family: str, sizes: Mapping[str, ParamValue]) -> Ker
     return KernelSpec(family, {**COMMON, **own, **sizes})
 
 
-def chosen(layer: Layer, rows: int) -> KernelSpec:
+def chosen(layer: Layer, rows: int, encoding: str) -> KernelSpec:
     """What lowering takes."""
     family, sizes = choose_linear(
-        rows, columns=layer.columns, inner=layer.inner, real="bfloat16", encoding="bf16", gated=layer.gated
+        rows, columns=layer.columns, inner=layer.inner, real="bfloat16", encoding=encoding, gated=layer.gated
     )
     return kernel_of(layer, family, sizes)
 
@@ -239,28 +242,36 @@ def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def copies(layer: Layer) -> int:
+def weight_bytes(layer: Layer, encoding: str) -> int:
+    """Of the weight as packed."""
+    found = panel_encoding(encoding)
+    return layout_bytes("panel16" if found.kind == "affine" else "rows", found, (layer.columns, layer.inner))
+
+
+def copies(layer: Layer, encoding: str) -> int:
     """Copies of the weight in the pool."""
-    return max(1, min(64, POOL // (layer.columns * layer.inner * 2)))
+    return max(1, min(64, POOL // weight_bytes(layer, encoding)))
 
 
-def count(layer: Layer, rows: int) -> int:
+def count(layer: Layer, rows: int, encoding: str) -> int:
     """Launches in a graph: a millisecond or more."""
-    return max(2, min(copies(layer), round(1.2e-3 / floor(layer, rows))))
+    return max(2, min(copies(layer, encoding), round(1.2e-3 / floor(layer, rows, encoding))))
 
 
-def floor(layer: Layer, rows: int) -> float:
+def floor(layer: Layer, rows: int, encoding: str) -> float:
     """Seconds at the ceilings."""
     results = layer.columns // 2 if layer.gated else layer.columns
-    moved = 2 * (layer.columns * layer.inner + rows * (layer.inner + results))
+    moved = weight_bytes(layer, encoding) + 2 * rows * (layer.inner + results)
     return max(moved / BANDWIDTH, 2 * rows * layer.columns * layer.inner / RATE)
 
 
-def measure(gpu: Gpu, layer: Layer, rows: int, spec: KernelSpec) -> float:
+def measure(gpu: Gpu, layer: Layer, rows: int, spec: KernelSpec, encoding: str) -> float:
     """Microseconds a launch."""
-    size = layer.columns * layer.inner * 2
+    size = weight_bytes(layer, encoding)
     values = {"rows": rows, "N": layer.columns, "K": layer.inner, "x": gpu.x, "out": gpu.out}
-    launches = [launcher(gpu, spec, {**values, "weight": gpu.weights + i * size}) for i in range(count(layer, rows))]
+    launches = [
+        launcher(gpu, spec, {**values, "weight": gpu.weights + i * size}) for i in range(count(layer, rows, encoding))
+    ]
     return gpu.time(launches)
 
 
@@ -270,7 +281,7 @@ def cublas(layer: Layer, rows: int) -> float | None:
         import torch
     except ImportError:
         return None
-    n = count(layer, rows)
+    n = count(layer, rows, "bf16")
     x = torch.randn(rows, layer.inner, device="cuda", dtype=torch.bfloat16)
     weights = [torch.randn(layer.columns, layer.inner, device="cuda", dtype=torch.bfloat16) for _ in range(min(n, 16))]
     out = torch.empty(rows, layer.columns, device="cuda", dtype=torch.bfloat16)
@@ -292,7 +303,7 @@ def cublas(layer: Layer, rows: int) -> float | None:
     return float(median(times[2:]))
 
 
-def report(layer: Layer, rows: int, spec: KernelSpec, microseconds: float) -> dict[str, Any]:
+def report(layer: Layer, rows: int, spec: KernelSpec, microseconds: float, encoding: str) -> dict[str, Any]:
     """One line of the results."""
     tile = {name: spec.params.get(name) for name in ("tile_rows", "tile_columns", "split", "stages", "depth")}
     seconds = microseconds * 1e-6
@@ -300,12 +311,13 @@ def report(layer: Layer, rows: int, spec: KernelSpec, microseconds: float) -> di
         "model": layer.model,
         "layer": layer.name,
         "rows": rows,
+        "encoding": encoding,
         **tile,
         "us": round(microseconds, 2),
-        "TB/s": round(layer.columns * layer.inner * 2 / seconds / 1e12, 3),
+        "TB/s": round(weight_bytes(layer, encoding) / seconds / 1e12, 3),
         "TF/s": round(2 * rows * layer.columns * layer.inner / seconds / 1e12, 1),
-        "floor_us": round(floor(layer, rows) * 1e6, 2),
-        "of_floor": round(floor(layer, rows) / seconds, 3),
+        "floor_us": round(floor(layer, rows, encoding) * 1e6, 2),
+        "of_floor": round(floor(layer, rows, encoding) / seconds, 3),
     }
 
 
@@ -314,6 +326,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["1b", "8b"])
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--encoding", default="bf16", help="of the weights, e.g. a4g128 or a8g32")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -322,14 +335,17 @@ def main() -> None:
     gpu = None if options.compile else Gpu()
     for layer in (layer for layer in LAYERS if layer.model in options.models):
         for rows in options.rows:
-            specs = list(candidates(layer, rows)) if options.sweep else [chosen(layer, rows)]
+            specs = list(candidates(layer, rows)) if options.sweep else [chosen(layer, rows, options.encoding)]
             if gpu is None:
                 for spec in specs:
                     compile_kernel(spec, "sm90")
                 continue
             if not specs:
                 continue
-            lines = [report(layer, rows, spec, measure(gpu, layer, rows, spec)) for spec in specs]
+            lines = [
+                report(layer, rows, spec, measure(gpu, layer, rows, spec, options.encoding), options.encoding)
+                for spec in specs
+            ]
             found += lines
             best = min(lines, key=lambda line: line["us"])
             best["cublas_us"] = cublas(layer, rows)

@@ -1,7 +1,7 @@
 """CUDA kernel families that work row by row or element by element.
 
-They have the names, parameters and arguments of the CPU's families, but activations are in the type `real`, and weights
-lie in rows.
+They have the names, parameters and arguments of the CPU's families, but activations are in the type `real`, and float
+weights lie in rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..catalog import ANY, BOOLS, POINTWISE_INPUTS, ArgSpec, Axis, Family, Grid, ParamValue, dim_arg, float_arg, int_arg
+from ..packing import panel_encodings
 
 REALS = ("float32", "float16", "bfloat16")
 THREADS = 256
@@ -58,14 +59,15 @@ NORM = Family(
 EMBEDDING = Family(
     name="embedding",
     template="cuda/embedding.cu.j2",
-    params={"real": REALS, "encoding": ("f32", "f16", "bf16")},
+    params={"real": REALS, "encoding": panel_encodings()},
     args=(
         *(ArgSpec("weight", "const uint8_t *", "weight"), ArgSpec("ids", "const int32_t *", "input"), out_arg("out")),
         *(dim_arg("T"), int_arg("V"), int_arg("W"), float_arg("scale")),
     ),
     ops=("embedding",),
-    doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN.",
-    layouts=("rows",),
+    doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN. Floats lie in `rows`, affine "
+    "weights in `panel16`.",
+    layouts=("rows", "panel16"),
     grid=blocks("T"),
 )
 

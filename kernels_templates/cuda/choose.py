@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..catalog import ParamValue
+from ..packing import panel_encoding
 
 _SAME = {"float16": "f16", "bfloat16": "bf16"}
 """The encoding that tensor cores multiply activations of a type with."""
@@ -17,6 +18,8 @@ def choose_linear(
     """The family for up to `rows` rows of activations (of type `real`) and a weight [columns, inner] in `encoding`, and
     the parameters that its sizes decide, `real` included; the layer's own (bias, epilogue, extras, gated) are not.
     """
+    if real in _SAME and panel_encoding(encoding).kind == "affine":
+        return _quantized(rows, columns, real, encoding, gated=gated)
     if _SAME.get(real) != encoding or inner % 8:
         return "linear_exact", {"real": real, "encoding": encoding}
     tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
@@ -29,6 +32,16 @@ def choose_linear(
     stages = max(4, stages - stages % 2 if rows <= 32 else stages)
     sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": depth}
     return "linear_skinny" if rows <= 32 else "linear_tiled", {"real": real, **sizes}
+
+
+def _quantized(rows: int, columns: int, real: str, encoding: str, *, gated: bool) -> tuple[str, dict[str, ParamValue]]:
+    """For affine weights. Blocks that make two panels read activations half as often, where one is no longer little."""
+    own: dict[str, ParamValue] = {"real": real, "encoding": encoding}
+    if rows <= 64:
+        tile_rows = next(size for size in (8, 16, 32, 64) if rows <= size)
+        return "linear_skinny_quantized", {**own, "tile_rows": tile_rows, "panels": 2 if gated or rows > 8 else 1}
+    enough = [size for size in (256, 128) if _up(rows, 128) * _up(columns, size) >= _MULTIPROCESSORS]
+    return "linear_tiled_quantized", {**own, "tile_rows": 128, "tile_columns": enough[0] if enough else 64}
 
 
 def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int, int]:

@@ -1,10 +1,12 @@
-"""CUDA kernel families of linear layers: one for a few rows, one for many, and one for every number type and size."""
+"""CUDA kernel families of linear layers: for few rows and for many, each with float and with quantized weights, and one
+for every number type and size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Tiles, Variant
+from ..packing import PANEL, panel_encoding, panel_encodings
 from .basic import REALS
 
 _EXTRA = ("", "t", "n")
@@ -103,12 +105,50 @@ TILED = Family(
 EXACT = Family(
     name="linear_exact",
     template="cuda/linear_exact.cu.j2",
-    params={"real": REALS, "encoding": ("f32", "f16", "bf16"), **_COMMON},
+    params={"real": REALS, "encoding": panel_encodings(), **_COMMON},
     args=_ARGS,
     ops=("linear",),
-    doc=_DOC,
-    layouts=("rows",),
+    doc=_DOC + " Affine weights are in the layout `panel16`.",
+    layouts=("rows", "panel16"),
     grid=_exact,
 )
 
-FAMILIES: tuple[Family, ...] = (SKINNY, TILED, EXACT)
+_QUANTIZED: Mapping[str, tuple[ParamValue, ...]] = {
+    "real": ("float16", "bfloat16"),
+    "encoding": tuple(name for name in panel_encodings() if panel_encoding(name).kind == "affine"),
+}
+_QUANTIZED_DOC = _DOC.replace("row by row", "affine, in the layout `panel16`") + " Halves have whole panels of columns."
+
+
+def _skinny_quantized(params: Mapping[str, ParamValue]) -> Grid:
+    return Grid(256, Axis(("N",), PANEL * int(params["panels"])))
+
+
+def _tiled_quantized(params: Mapping[str, ParamValue]) -> Grid:
+    rows, columns = int(params["tile_rows"]), int(params["tile_columns"])
+    return Grid(columns, Axis(("N",), columns), Axis(("rows",), rows), shared=4 * rows * 96)
+
+
+SKINNY_QUANTIZED = Family(
+    name="linear_skinny_quantized",
+    template="cuda/linear_skinny_quantized.cu.j2",
+    params={"tile_rows": (8, 16, 32, 64), "panels": (1, 2), **_QUANTIZED, **_COMMON},
+    args=_ARGS,
+    ops=("linear",),
+    doc=_QUANTIZED_DOC + " At most `tile_rows` rows; a block makes `panels` panels, two if gated.",
+    layouts=("panel16",),
+    grid=_skinny_quantized,
+)
+
+TILED_QUANTIZED = Family(
+    name="linear_tiled_quantized",
+    template="cuda/linear_tiled_quantized.cu.j2",
+    params={"tile_rows": (64, 128), "tile_columns": (64, 128, 256), **_QUANTIZED, **_COMMON},
+    args=_ARGS,
+    ops=("linear",),
+    doc=_QUANTIZED_DOC,
+    layouts=("panel16",),
+    grid=_tiled_quantized,
+)
+
+FAMILIES: tuple[Family, ...] = (SKINNY, TILED, SKINNY_QUANTIZED, TILED_QUANTIZED, EXACT)

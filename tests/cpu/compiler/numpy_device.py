@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from toolkit.kernels_templates import expression as ex
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
-from toolkit.kernels_templates.packing import unpack
+from toolkit.kernels_templates.packing import layout_bytes, unpack
 from toolkit.kernels_templates.reference import PagedCache, attention
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
@@ -117,8 +117,7 @@ class NumpyDevice:
 
 def _exactly(data: Array, entry: Any) -> Array:
     """A weight's bytes without what pads them to a multiple of 64."""
-    size = int(np.prod(entry.shape)) * {"float32": 4, "float16": 2, "bfloat16": 2}[entry.encoding.kind]
-    return data[entry.offset : entry.offset + size]
+    return data[entry.offset : entry.offset + layout_bytes(entry.layout, entry.encoding, entry.shape)]
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

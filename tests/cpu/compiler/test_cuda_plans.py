@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from unit.cli.tiny_plans import SIZES, make_tiny_plan, no_modules
 
 from toolkit.cli import main
@@ -18,6 +19,7 @@ from toolkit.cli.driver import compile as compile_model
 from toolkit.cli.missing import find_missing
 from toolkit.compiler.codegen.cuda import REGISTERS, SHARED_LIMITS
 from toolkit.compiler.lower import NoKernelError
+from toolkit.compiler.quantize import encode
 from toolkit.kernels_templates.catalog import KernelSpec
 from toolkit.kernels_templates.cuda import runtime_kernels
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
@@ -75,6 +77,33 @@ def test_launches_compute_the_model(kind: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(found, wanted[name][1][seen[name] : seen[name] + len(tokens)], atol=2e-4)
             seen[name] += len(tokens)
     assert runner.numpy.used == ["tokens[64]", "tokens[64]", "decode[4]", "decode[1]", "tokens[64]"]
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+@pytest.mark.parametrize("quant", ["int8", "int4-asym", "int6"])
+def test_launches_read_quantized_weights(quant: str, tmp_path: Path) -> None:
+    """A plan gives what Hugging Face does with the numbers that its codes stand for."""
+    model = make_model(tmp_path / "model", "llama")
+    plan = compile_model(
+        tmp_path / "model",
+        target="sm90",
+        dtype="float32",
+        quant=quant,
+        output=tmp_path / "plan",
+        max_batch=4,
+        max_context=64,
+    )
+    runner = NumpyRunner(plan)
+    quantized = [each for each in runner.plan.weights.values() if each.encoding.kind == "affine"]
+    assert {each.layout for each in quantized} == {"panel16"}
+    parameters = dict(model.named_parameters())
+    for name, encoding in {source: each.encoding for each in quantized for source in each.sources}.items():
+        values = encode(parameters[name].detach().numpy(), encoding).decode()
+        parameters[name].data.copy_(torch.from_numpy(values))
+    assert len(quantized) > 5
+    tokens = sequences(model.config.vocab_size)["a"]
+    (found,) = runner.step([("a", tokens)])
+    np.testing.assert_allclose(found, expected(model, tokens), atol=2e-4)
 
 
 # --- what launches are given ------------------------------------------------------------------------------------------
@@ -136,13 +165,16 @@ def test_decoding_takes_no_rows(half_plan: Plan) -> None:
 # --- machine code -----------------------------------------------------------------------------------------------------
 
 
-def compiled(folder: Path, name: str) -> tuple[Path, Plan]:
-    path = make_tiny_plan(folder, "llama", name, target="sm90,sm80", dtype="bfloat16", code=True)
+def compiled(folder: Path, name: str, quant: str) -> tuple[Path, Plan]:
+    path = make_tiny_plan(folder, "llama", name, target="sm90,sm80", dtype="bfloat16", quant=quant, code=True)
     return path, read_plan(path)
 
 
-def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, plan = compiled(tmp_path, "plan")
+@pytest.mark.parametrize("quant", ["bf16", "int4-g32-asym"])
+def test_a_plan_holds_every_kernel_for_every_architecture(
+    quant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plan = compiled(tmp_path, "plan", quant)
     assert plan.target == "sm80,sm90"
     assert [(module.arch, module.form) for module in plan.modules] == [
         ("sm80", "cubin"),
@@ -166,7 +198,7 @@ def test_a_plan_holds_every_kernel_for_every_architecture(tmp_path: Path, capsys
     assert "sm90: 512 threads" in text
     assert f"kernels/sm90.bin: sm90, {plan.modules[1].bytes / 1024:.0f} KiB" in text
     assert "kernels/sm80-ptx.bin: sm80 and newer, as PTX" in text
-    again, _ = compiled(tmp_path, "again")
+    again, _ = compiled(tmp_path, "again", quant)
     for file in sorted(path.rglob("*")):
         assert file.is_dir() or file.read_bytes() == (again / file.relative_to(path)).read_bytes(), file
 
@@ -193,13 +225,8 @@ def test_all_that_is_missing_is_said_at_once(tmp_path: Path, monkeypatch: pytest
 def test_what_is_missing_is_explained_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
     assert find_missing(tmp_path, target="sm80,sm86,sm89,sm90").missing == ()
-    found = find_missing(tmp_path, target="sm90", quant="int8").missing
-    assert any("o_proj" in each and "--quant bf16" in each for each in found)
-
-
-def test_quantized_weights_have_no_kernel_yet(tmp_path: Path) -> None:
-    with pytest.raises(NoKernelError, match=r"q_proj.* is quantized \(.*--quant bf16"):
-        make_tiny_plan(tmp_path, "llama", target="sm90", dtype="bfloat16", quant="int8")
+    for quant in ("int8", "int4"):
+        assert find_missing(tmp_path, target="sm80,sm90", quant=quant).missing == ()
 
 
 @pytest.mark.parametrize(

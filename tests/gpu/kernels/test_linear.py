@@ -25,18 +25,26 @@ Shape = tuple[int, int, int]
 
 
 def case(family: str, real: str, shape: Shape, gated: bool, **params: ParamValue) -> None:
-    """Run one layer with a bias, an epilogue over two extras, and compare."""
+    """Run one layer with a float weight and compare."""
+    weight = random(2, *shape[1:], real=real, scale=shape[2] ** -0.5)
+    compare(family, real, shape, gated, (weight.view(np.uint8), value(weight, real)), **params)
+
+
+def compare(
+    family: str, real: str, shape: Shape, gated: bool, weight: tuple[Array, Array], **params: ParamValue
+) -> None:
+    """Run one layer with a bias and an epilogue over two extras, and compare. A weight is its bytes and its numbers."""
     rows, columns, inner = shape
-    x, weight = random(1, rows, inner, real=real), random(2, columns, inner, real=real, scale=inner**-0.5)
+    x = random(1, rows, inner, real=real)
     results = columns // 2 if gated else columns
     bias, full, row = random(3, columns), random(4, rows, results, real=real), random(5, results, real=real)
     epilogue = "(add (mul (silu in0) in1) (mul in2 in3))" if gated else "(add (mul (silu in0) in1) in2)"
     common: dict[str, ParamValue] = {"real": real, "has_bias": True, "epilogue": epilogue, "gated": gated}
     common |= {"extra1": "t", "extra2": "n", "extra3": "", "extra4": ""}
-    arrays: dict[str, Any] = {"x": x, "weight": weight.view(np.uint8), "bias": bias, "extra1": full, "extra2": row}
+    arrays: dict[str, Any] = {"x": x, "weight": weight[0], "bias": bias, "extra1": full, "extra2": row}
     out = store(np.zeros((rows, results)), real)
     found = run(family, common | params, **arrays, out=out, rows=rows, N=columns, K=inner)["out"]
-    product = value(x, real) @ value(weight, real).T + bias
+    product = value(x, real) @ weight[1].T + bias
     first, second = value(full, real), value(row, real)
     if gated:
         expected = silu(product[:, :results]) * product[:, results:] + first * second
