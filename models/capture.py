@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +213,7 @@ def export(model: PreTrainedModel, hooks: Hooks, fakes: FakeTensorMode) -> Expor
         tokens = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long)
         rows = torch.zeros(EXAMPLE_ROWS, dtype=torch.long)
     count, row_count = Dim("T", min=2, max=1 << 20), Dim("R", min=2, max=1 << 20)
-    with torch.no_grad(), hooks.installed(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), hooks.installed(model), _quiet():
         program = torch.export.export(
             _Step(model, hooks),
             (tokens, tokens.clone(), rows),
@@ -220,6 +221,20 @@ def export(model: PreTrainedModel, hooks: Hooks, fakes: FakeTensorMode) -> Expor
             strict=False,
         )
         return program.run_decompositions({}) if any(map(_mutates, program.graph.nodes)) else program
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, and without the traceback that torch logs of an error before it raises it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _fake(model: PreTrainedModel, fakes: FakeTensorMode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,18 @@ def test_a_model_that_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2
     assert any("can't be traced" in sentence for sentence in found["missing"])
     assert "understood: 4 norms" in text
+
+
+def test_a_configuration_that_contradicts_itself_is_said_in_words_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch logs errors of shapes with a traceback before it raises them."""
+    logged = list[logging.LogRecord]()
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    code, text, _ = explain(write_config(tmp_path, "helium", head_dim=24), capsys)
+    assert code == 2
+    assert "a and b must have same reduction dim" in text
+    assert not logged
 
 
 @pytest.mark.parametrize(
