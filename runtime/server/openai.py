@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -102,6 +102,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     json_schema: _Schema | None = None
 
 
+def _made(name: str, make: Callable[[Any], str], value: Any) -> str:
+    """The grammar that a field asks for. Raises ApiError(400)."""
+    try:
+        return make(value)
+    except UserError as error:
+        raise ApiError(400, f"{name} can't be used: {error}", param=name.partition(".")[0]) from None
+
+
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _COPIED = (
     *("n", "frequency_penalty", "presence_penalty", "logit_bias", "seed", "include_stop_str_in_output"),
@@ -175,7 +183,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def grammars(self) -> dict[str, str]:
-        """The grammars that the output must keep to, by the field that asks for it. Raises UserError for a bad one."""
+        """The grammars that the output must keep to, by the field that asks for it. Raises ApiError(400)."""
         asked = self.structured_outputs or Structured()
         fields: dict[str, Any] = {
             "structured_outputs.json": (grammar.of_schema, asked.json),
@@ -189,7 +197,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "guided_grammar": (grammar.of_lark, self.guided_grammar),
             "response_format": (grammar.of_schema, self._response_schema()),
         }
-        return {name: make(value) for name, (make, value) in fields.items() if value is not None}
+        return {name: _made(name, make, value) for name, (make, value) in fields.items() if value is not None}
 
     def _response_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
@@ -198,15 +206,13 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if wanted.type == "json_object":
             return {"type": "object"}
         if wanted.json_schema is None:
-            raise UserError("response_format of type json_schema needs json_schema with a schema")
+            message = "response_format of type json_schema needs json_schema with a schema"
+            raise ApiError(400, message, param="response_format")
         return wanted.json_schema.schema
 
     def _grammar(self) -> str:
         """The one grammar asked for, or "". Raises ApiError(400) if it is wrong or there are several."""
-        try:
-            grammars = self.grammars
-        except UserError as error:
-            raise ApiError(400, str(error), param=_param(str(error), type(self))) from None
+        grammars = self.grammars
         if len(grammars) > 1:
             names = " and ".join(grammars)
             raise ApiError(400, f"{names} exclude each other: send one of them", param=next(iter(grammars)))
@@ -400,7 +406,7 @@ class ChatRequest(_Request, kw_only=True):
         if not calls:
             return super().grammars
         most = {} if self.parallel_tool_calls and self.tool_choice == "required" else {"maxItems": 1}
-        forced = grammar.of_schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+        forced = _made("tools", grammar.of_schema, {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
         return super().grammars | {"tool_choice": forced}
 
     @property

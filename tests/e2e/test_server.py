@@ -96,7 +96,12 @@ def test_outputs_keep_to_grammars_side_by_side(server: ServerProcess) -> None:
 
 
 def test_a_wrong_grammar_is_refused_alone(server: ServerProcess) -> None:
-    for body in ({"guided_regex": "(("}, {"structured_outputs": {"json": {"type": "foo"}}}):
+    bodies: list[dict[str, Any]] = [
+        {"guided_regex": "(("},
+        {"guided_choice": []},
+        {"structured_outputs": {"json": {"type": "foo"}}},
+    ]
+    for body in bodies:
         with pytest.raises(openai.BadRequestError, match="can't be used") as caught:
             ask(sdk(server), extra_body=body)
         assert caught.value.param == next(iter(body))
