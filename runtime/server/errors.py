@@ -9,12 +9,13 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ..errors import InternalError, UserError
 
 logger = logging.getLogger("toolkit.server")
 
-_TYPES = {404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
 _ANTHROPIC = {
     401: "authentication_error",
     404: "not_found_error",
@@ -59,9 +60,18 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "The server failed; its log says why.")
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request below the server's root path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
 async def error_response(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     answer = as_api_error(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    body = answer.anthropic_body() if request.url.path.startswith("/v1/messages") else answer.body()
+    if answer.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    anthropic = route_path(request.scope).startswith("/v1/messages")
+    body = answer.anthropic_body() if anthropic else answer.body()
     return Response(msgspec.json.encode(body), answer.status, headers, "application/json")

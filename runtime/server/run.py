@@ -6,6 +6,7 @@ import asyncio
 import errno
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..options import EngineOptions
+from .options import HttpOptions
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -38,6 +40,7 @@ def serve(
     port: int = 8000,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
+    http: HttpOptions | None = None,
 ) -> None:
     """Serve a plan until SIGTERM or SIGINT.
 
@@ -45,7 +48,9 @@ def serve(
     before it is ready.
     """
     began = time.monotonic()
-    listener = listen(host, port)
+    http = http or HttpOptions()
+    tls = tls_context(http)
+    listener = listen_unix(http.uds) if http.uds else listen(host, port)
     from ..process import spawn_engine
 
     engine = spawn_engine(directory, options)
@@ -55,7 +60,11 @@ def serve(
 
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan, **parsers))
-    asyncio.run(_serve(service, engine, listener, began))
+    try:
+        asyncio.run(_serve(service, engine, _make_server(service, http, tls), listener, began))
+    finally:
+        if http.uds:
+            http.uds.unlink(missing_ok=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -73,18 +82,63 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(service: Service, engine: ProcessEngine, listener: socket.socket, began: float) -> None:
+def listen_unix(path: Path) -> socket.socket:
+    """A listening Unix socket; one left by a dead server is replaced. Raises UserError if it can't be had."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise UserError(f"{path} is in use: stop what uses it, or choose another --uds")
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"can't listen on {path}: {error.strerror or error}") from None
+    except UserError:
+        listener.close()
+        raise
+    return listener
+
+
+def tls_context(http: HttpOptions) -> ssl.SSLContext | None:
+    """What TLS needs; None without a certificate. Raises UserError if the files can't be used."""
+    if http.ssl_certfile is None:
+        if http.ssl_keyfile or http.ssl_ca_certs:
+            raise UserError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(http.ssl_certfile, http.ssl_keyfile, lambda: http.ssl_keyfile_password or "")
+        if http.ssl_ca_certs is not None:
+            context.load_verify_locations(http.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise UserError(f"the TLS certificate or key can't be used: {error}") from None
+    return context
+
+
+def _address(listener: socket.socket, tls: bool) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     address, port = listener.getsockname()[:2]
+    host = f"[{address}]" if ":" in address else address
+    return f"http{'s' if tls else ''}://{host}:{port}"
+
+
+async def _serve(
+    service: Service, engine: ProcessEngine, server: Server, listener: socket.socket, began: float
+) -> None:
+    address = _address(listener, server.config.ssl is not None)
     service.start()
-    server = _make_server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     ready = asyncio.create_task(_ready(service, engine))
     try:
         await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is None:
-            host = f"[{address}]" if ":" in address else address
             seconds = time.monotonic() - began
-            print(f"Serving {service.model} at http://{host}:{port} after {seconds:.2f} s", file=sys.stderr, flush=True)
+            print(f"Serving {service.model} at {address} after {seconds:.2f} s", file=sys.stderr, flush=True)
         elif ready.done():
             server.should_exit = server.force_exit = True
         await serving
@@ -99,12 +153,14 @@ async def _serve(service: Service, engine: ProcessEngine, listener: socket.socke
 async def _ready(service: Service, engine: ProcessEngine) -> None:
     await service.prompts()
     await engine.ready()
+    await service.heart.stats()  # so that whoever reads that we serve finds us ready
 
 
-def _make_server(service: Service) -> Server:
+def _make_server(service: Service, http: HttpOptions, tls: ssl.SSLContext | None) -> Server:
     from uvicorn import Config, Server
 
     from .app import create_app
+    from .http import guarded
 
     class GracefulServer(Server):
         """Ends by itself on a signal, where the base class would raise the signal again and skip our own clean-up."""
@@ -123,7 +179,8 @@ def _make_server(service: Service) -> Server:
             self.should_exit = True
 
     config = Config(
-        create_app(service),
+        guarded(create_app(service), http),
+        root_path=http.root_path,
         loop="asyncio",
         http="auto",
         ws="none",
@@ -134,4 +191,6 @@ def _make_server(service: Service) -> Server:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=DRAIN_SECONDS,
     )
+    config.load()
+    config.ssl = tls
     return GracefulServer(config)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -342,3 +343,22 @@ def test_serving_loads_nothing_of_the_compiler(own_server: StartServer, tmp_path
         assert "toolkit.runtime.request" in modules
         assert {module.partition(".")[0] for module in modules}.isdisjoint(BANNED)
     assert "numpy" not in loaded[server.process.pid], "the API process starts without it"
+
+
+def test_tls_over_a_unix_socket_with_a_key(own_server: StartServer, tmp_path: Path) -> None:
+    key, certificate, path = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "socket"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=server", "-days", "2"]
+    options = ["-addext", "subjectAltName=DNS:server", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*make, *options], check=True, capture_output=True)
+    files = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    server = own_server("--uds", str(path), *files, "--root-path", "/llm", TOOLKIT_API_KEY="one two")
+    assert server.url == f"unix:{path}"
+    trusted = ssl.create_default_context(cafile=str(certificate))
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(path), verify=trusted), base_url="https://server"
+    ) as client:
+        assert client.get("/ready").status_code == 200
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+    assert server.stop() == 0
+    assert not path.exists()

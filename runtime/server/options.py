@@ -1,0 +1,28 @@
+"""How the server is reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the server is reached. Names are those of the flags."""
+
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens every route; none: all is open."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of pages that may call the server, `*` for all; none: browsers' pages may not."""
+    cors_methods: tuple[str, ...] = ("*",)
+    cors_headers: tuple[str, ...] = ("*",)
+    cors_credentials: bool = False
+    root_path: str = ""
+    """The path under which a proxy shows the server, which it takes off."""
+    uds: Path | None = None
+    """A Unix socket to listen on in place of a port."""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    ssl_keyfile_password: str | None = None
+    ssl_ca_certs: Path | None = None
+    """Clients must then have a certificate of these authorities."""
