@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ..output import Delta, Output, TokenTexts
+from ..prompt import Prompts
 from ..request import Add, SamplingParams, TokenLogprob
 from .answers import ChoiceReader, message
 from .errors import ApiError
@@ -147,6 +149,11 @@ def _fitted(service: Service, request: JobRequest, prompt: list[int], limit: int
     return prompt
 
 
+async def _params(request: CompletionRequest | ChatRequest, prompts: Prompts) -> SamplingParams:
+    """The engine's parameters. A large grammar takes long to check, so other requests' tokens flow meanwhile."""
+    return await asyncio.to_thread(request.params, prompts) if request.structured else request.params(prompts)
+
+
 # --- chat -------------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +162,7 @@ async def chat_completions(service: Service, data: dict[str, Any]) -> Answer:
     request = parse(data, ChatRequest)
     service.check_model(request.model)
     prompts = await service.prompts()
-    params = request.params(prompts)
+    params = await _params(request, prompts)
     text = render_messages(request, prompts)
     ids = await service.encode(text, add_special_tokens=bool(request.add_special_tokens))
     job = await Job.make(service, request, [ids], params, request.limit)
@@ -219,7 +226,7 @@ async def completions(service: Service, data: dict[str, Any]) -> Answer:
     """`POST /v1/completions`."""
     request = parse(data, CompletionRequest)
     service.check_model(request.model)
-    params = request.params(await service.prompts())
+    params = await _params(request, await service.prompts())
     special = request.add_special_tokens is not False
     prompts = [await service.encode(prompt, add_special_tokens=special) for prompt in request.prompts]
     job = await Job.make(service, request, prompts, params, request.max_tokens)

@@ -199,6 +199,12 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         }
         return {name: _made(name, make, value) for name, (make, value) in fields.items() if value is not None}
 
+    @property
+    def structured(self) -> bool:
+        """Whether a field may ask for a grammar."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        return any(value is not None for value in (self.response_format, self.structured_outputs, *guided))
+
     def _response_schema(self) -> dict[str, Any] | None:
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
@@ -387,6 +393,11 @@ class ChatRequest(_Request, kw_only=True):
         function = self.tool_choice.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         return [tool for tool in self.tools if tool.function.name == name]
+
+    @property
+    def structured(self) -> bool:
+        """See `_Request`."""
+        return super().structured or bool(self.forced)
 
     @property
     def grammars(self) -> dict[str, str]:
