@@ -13,14 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from .errors import UserError, brief
 from .plan import Plan
 
 if TYPE_CHECKING:
     import llguidance
+    import numpy as np
+    import numpy.typing as npt
 
     from .tokenizer import Tokenizer
 
@@ -82,6 +81,8 @@ class Mask:
     """The tokens that may come next in one output."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, pool: ThreadPoolExecutor) -> None:
+        import numpy as np  # what only the engine needs is not loaded beside it
+
         self.words: npt.NDArray[np.uint32] = np.zeros(-(-vocabulary // 32), np.uint32)
         """A bit a token. The address never changes."""
         self._matcher, self._pool = matcher, pool
