@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -189,10 +190,21 @@ def test_wrong_steps_are_refused(device: CudaDevice) -> None:
         device.wait(ticket)
 
 
-def test_a_plan_for_another_architecture_and_damaged_weights_are_refused(tmp_path: Path) -> None:
+def test_an_older_plan_runs_as_ptx(tmp_path: Path) -> None:
     make_plan(tmp_path, arch="sm80")
+    device = CudaDevice(tmp_path, read_plan(tmp_path), OPTIONS)
+    try:
+        result = device.wait(device.submit(decode_batch([1, 5])))
+        np.testing.assert_array_equal(result.rows["token"], best([1, 5]))
+    finally:
+        device.close()
+
+
+def test_a_plan_for_another_architecture_and_damaged_weights_are_refused(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, arch="sm80")
+    alone = msgspec.structs.replace(plan, modules=plan.modules[:1])  # machine code without PTX
     with pytest.raises(UserError, match=r"kernels for sm80, but this machine's .* is sm90: compile with --target sm90"):
-        CudaDevice(tmp_path, read_plan(tmp_path), OPTIONS)
+        CudaDevice(tmp_path, alone, OPTIONS)
     make_plan(tmp_path)
     weights = tmp_path / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
