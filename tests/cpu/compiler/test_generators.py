@@ -81,6 +81,27 @@ def test_a_plan_of_tvm_kernels_equals_cpp_and_hugging_face(model_folder: Path, t
     assert "linear" not in note
 
 
+def test_a_plan_whose_pointwise_kernels_are_tvms(model_folder: Path, tmp_path: Path) -> None:
+    """Without fusion every activation, product and sum is a pointwise kernel; TVM takes those of whole rows."""
+    found = {}
+    tokens = sequences(208)["a"]
+    for generator in ("cpp", "tvm"):
+        plan = compiled(model_folder, tmp_path / generator, generator=generator, optimize=0)
+        kernels = [kernel for kernel in plan.kernels.values() if kernel.family == "pointwise"]
+        assert len(kernels) >= 3
+        assert all(
+            {choice.generator for choice in kernel.choices} == ({"tvm"} if generator == "tvm" else set())
+            for kernel in kernels
+        )
+        runner = PlanRunner(tmp_path / generator)
+        try:
+            found[generator] = runner.step([("b", tokens[:3]), ("c", tokens)])
+        finally:
+            runner.close()
+    for first, second in zip(found["cpp"], found["tvm"], strict=True):
+        assert np.array_equal(first, second)
+
+
 # --- races ------------------------------------------------------------------------------------------------------------
 
 

@@ -209,9 +209,10 @@ def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: IsaName) -> None:
 
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("dtype", get_args(KvDType))
-def test_kv_write(dtype: KvDType, isa: IsaName) -> None:
-    rng = np.random.default_rng(1)
-    tokens, heads, key_dim, value_dim, page_tokens = 37, 3, 40, 24, 32
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (35, 13)])
+def test_kv_write(key_dim: int, value_dim: int, dtype: KvDType, isa: IsaName) -> None:
+    rng = np.random.default_rng()
+    tokens, heads, page_tokens = int(rng.integers(5, 90)), int(rng.integers(2, 6)), 32
     k, v = random_floats(rng, tokens, heads * key_dim + 5), random_floats(rng, tokens, heads * value_dim)
     k[0, 0], v[0, 0], v[1, 1] = np.nan, np.inf, 1e-41
     k[2, :key_dim], v[3, value_dim : 2 * value_dim], k[4, :key_dim] = 0, 1e-9, random_floats(rng, key_dim, scale=1e-5)
