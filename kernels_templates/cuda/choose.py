@@ -19,7 +19,7 @@ def choose_linear(
     the parameters that its sizes decide, `real` included; the layer's own (bias, epilogue, extras, gated) are not.
     """
     if real in _SAME and panel_encoding(encoding).kind == "affine":
-        return _quantized(rows, columns, real, encoding, gated=gated)
+        return _quantized(rows, columns, real, encoding)
     if _SAME.get(real) != encoding or inner % 8:
         return "linear_exact", {"real": real, "encoding": encoding}
     tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
@@ -34,14 +34,17 @@ def choose_linear(
     return "linear_skinny" if rows <= 32 else "linear_tiled", {"real": real, **sizes}
 
 
-def _quantized(rows: int, columns: int, real: str, encoding: str, *, gated: bool) -> tuple[str, dict[str, ParamValue]]:
-    """For affine weights. Blocks that make two panels read activations half as often, where one is no longer little."""
+def _quantized(rows: int, columns: int, real: str, encoding: str) -> tuple[str, dict[str, ParamValue]]:
+    """For affine weights. Warps with two panels read activations half as often, where one is no longer little;
+    tiles read them once for many panels, but need enough columns to keep every multiprocessor busy."""
     own: dict[str, ParamValue] = {"real": real, "encoding": encoding}
-    if rows <= 64:
-        tile_rows = next(size for size in (8, 16, 32, 64) if rows <= size)
-        return "linear_skinny_quantized", {**own, "tile_rows": tile_rows, "panels": 2 if gated or rows > 8 else 1}
-    enough = [size for size in (256, 128) if _up(rows, 128) * _up(columns, size) >= _MULTIPROCESSORS]
-    return "linear_tiled_quantized", {**own, "tile_rows": 128, "tile_columns": enough[0] if enough else 64}
+    tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    enough = [size for size in (256, 128) if 5 * _up(rows, 128) * _up(columns, size) >= 4 * _MULTIPROCESSORS]
+    if rows <= 16 or (rows <= 32 and 256 not in enough):
+        return "linear_skinny_quantized", {**own, "tile_rows": tile_rows, "panels": 2 if rows > 8 else 1}
+    tile_columns = enough[0] if enough else 64
+    sizes: dict[str, ParamValue] = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": 256 // tile_columns}
+    return "linear_tiled_quantized", {**own, **sizes}
 
 
 def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int, int]:

@@ -121,21 +121,23 @@ _QUANTIZED_DOC = _DOC.replace("row by row", "affine, in the layout `panel16`") +
 
 
 def _skinny_quantized(params: Mapping[str, ParamValue]) -> Grid:
-    return Grid(256, Axis(("N",), PANEL * int(params["panels"])))
+    return Grid(256, Axis(("N",), PANEL * max(int(params["panels"]), 2 if params["gated"] else 1)))
 
 
 def _tiled_quantized(params: Mapping[str, ParamValue]) -> Grid:
-    rows, columns = int(params["tile_rows"]), int(params["tile_columns"])
-    return Grid(columns, Axis(("N",), columns), Axis(("rows",), rows), shared=4 * rows * 96)
+    rows, columns, split = (int(params[name]) for name in ("tile_rows", "tile_columns", "split"))
+    stages = 4 if rows * split <= 256 else 2
+    shared = max(stages * split * rows * 96, (split - 1) * rows * columns * 4)
+    return Grid(columns * split, Axis(("N",), columns), Axis(("rows",), rows), shared=shared)
 
 
 SKINNY_QUANTIZED = Family(
     name="linear_skinny_quantized",
     template="cuda/linear_skinny_quantized.cu.j2",
-    params={"tile_rows": (8, 16, 32, 64), "panels": (1, 2), **_QUANTIZED, **_COMMON},
+    params={"tile_rows": (8, 16, 32), "panels": (1, 2), **_QUANTIZED, **_COMMON},
     args=_ARGS,
     ops=("linear",),
-    doc=_QUANTIZED_DOC + " At most `tile_rows` rows; a block makes `panels` panels, two if gated.",
+    doc=_QUANTIZED_DOC + " At most `tile_rows` rows; a warp has `panels` panels.",
     layouts=("panel16",),
     grid=_skinny_quantized,
 )
@@ -143,10 +145,16 @@ SKINNY_QUANTIZED = Family(
 TILED_QUANTIZED = Family(
     name="linear_tiled_quantized",
     template="cuda/linear_tiled_quantized.cu.j2",
-    params={"tile_rows": (64, 128), "tile_columns": (64, 128, 256), **_QUANTIZED, **_COMMON},
+    params={
+        "tile_rows": (32, 64, 128),
+        "tile_columns": (64, 128, 256),
+        "split": (1, 2, 4),
+        **_QUANTIZED,
+        **_COMMON,
+    },
     args=_ARGS,
     ops=("linear",),
-    doc=_QUANTIZED_DOC,
+    doc=_QUANTIZED_DOC + " `split` warps share K.",
     layouts=("panel16",),
     grid=_tiled_quantized,
 )

@@ -53,22 +53,24 @@ def test_skinny(name: str, real: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a4g32", "a4g128m", "a8g32", "a6g16k", "a4g32mk"])
-@pytest.mark.parametrize(("rows", "tile_rows"), [(7, 8), (16, 16), (29, 32), (50, 64)])
-def test_skinny_rows_and_gates(name: str, rows: int, tile_rows: int) -> None:
-    case("linear_skinny_quantized", name, "bfloat16", (rows, 96, 512), True, tile_rows=tile_rows, panels=2)
-    case("linear_skinny_quantized", name, "bfloat16", (rows, 90, 512), False, tile_rows=tile_rows, panels=2)
+@pytest.mark.parametrize(("rows", "tile_rows", "panels"), [(7, 8, 1), (8, 8, 2), (16, 16, 2), (29, 32, 2)])
+def test_skinny_rows_and_gates(name: str, rows: int, tile_rows: int, panels: int) -> None:
+    case("linear_skinny_quantized", name, "bfloat16", (rows, 96, 512), True, tile_rows=tile_rows, panels=panels)
+    case("linear_skinny_quantized", name, "bfloat16", (rows, 90, 512), False, tile_rows=tile_rows, panels=panels)
 
 
 @pytest.mark.parametrize("real", HALF)
 @pytest.mark.parametrize("name", NAMES)
 def test_tiled(name: str, real: str) -> None:
-    case("linear_tiled_quantized", name, real, (130, 200, 768), False, tile_rows=128, tile_columns=64)
+    case("linear_tiled_quantized", name, real, (130, 200, 768), False, tile_rows=128, tile_columns=64, split=4)
 
 
 @pytest.mark.parametrize("name", ["a4g32", "a4g128m", "a8g32", "a6g16k"])
-@pytest.mark.parametrize(("tile_rows", "tile_columns"), [(64, 128), (128, 256), (64, 64)])
-def test_tiled_sizes_and_gates(name: str, tile_rows: int, tile_columns: int) -> None:
-    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns}
+@pytest.mark.parametrize(
+    ("tile_rows", "tile_columns", "split"), [(32, 256, 1), (64, 128, 2), (128, 256, 1), (64, 64, 4), (128, 128, 2)]
+)
+def test_tiled_sizes_and_gates(name: str, tile_rows: int, tile_columns: int, split: int) -> None:
+    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split}
     for shape, gated in (((70, 416, 256), True), ((300, 330, 512), False), ((1, 32, 256), True)):
         case("linear_tiled_quantized", name, "bfloat16", shape, gated, **sizes)
 

@@ -30,3 +30,17 @@ def test_tensor_cores_where_they_can(rows: int, columns: int, inner: int, real: 
 def test_exact_for_the_rest(inner: int, real: str, encoding: str) -> None:
     expected = "linear_exact", {"real": real, "encoding": encoding}
     assert choose_linear(4, columns=64, inner=inner, real=real, encoding=encoding, gated=False) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 32, 33, 64, 128, 8192])
+@pytest.mark.parametrize(("columns", "inner"), [(28672, 4096), (4096, 14336), (96, 64)])
+@pytest.mark.parametrize("encoding", ["a4g32", "a4g128m", "a8g32", "a6g16k"])
+def test_tensor_cores_for_quantized_weights(rows: int, columns: int, inner: int, encoding: str) -> None:
+    name, params = choose_linear(rows, columns=columns, inner=inner, real="bfloat16", encoding=encoding, gated=True)
+    for key, value in params.items():
+        assert value in CUDA_FAMILIES[name].params[key]
+    for arch, limit in SHARED_LIMITS.items():
+        assert CUDA_FAMILIES[name].variant(arch).grid(params | {"gated": True}).shared <= limit
+    assert name == "linear_tiled_quantized" or (name == "linear_skinny_quantized" and rows <= int(params["tile_rows"]))
+    exact, _ = choose_linear(rows, columns=columns, inner=inner, real="float32", encoding=encoding, gated=True)
+    assert exact == "linear_exact"
