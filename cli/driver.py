@@ -80,7 +80,7 @@ def compile(
     phases = progress or Phases()
     with phases.phase("Import"), _no_collection():
         require_compile_extra()
-        from ..compiler import emit, onnx_io, pass_, weights_pack
+        from ..compiler import emit, onnx_io, pass_, weights_pack, weights_reuse
         from ..compiler.code import build_code
         from ..compiler.program import make_programs
         from ..models import recall, tokenizer
@@ -124,8 +124,14 @@ def compile(
         with phases.phase("Kernels"):
             code = build_code(chosen, programs, folder, phases.advance)
         with phases.phase("Weights"):
-            packed = weights_pack.pack_weights(
-                first.lowered.weights, source, folder, phases.advance, random=seed is not None
+            packed = weights_reuse.packed_weights(
+                first.lowered.weights,
+                source,
+                folder,
+                destination,
+                checkpoint=opened.hashes if calibrate is None else None,
+                progress=phases.advance,
+                random=seed is not None,
             )
         with phases.phase("Write"):
             onnx_io.write_onnx(captured, folder / "graph.onnx")

@@ -16,6 +16,8 @@ from ..runtime.errors import UserError
 
 LIMIT = 2 << 30
 """Bytes that are kept of files that nobody has used for `REST`."""
+FOLDERS = tuple(Path(__file__).parents[1] / name for name in ("models", "compiler", "kernels_templates", "runtime"))
+"""Of this package: what capture, the text form of graphs and packed weights are made of."""
 REST = 3600.0
 """Seconds without use before a file may go: a running compilation finds what it has made."""
 
@@ -56,6 +58,15 @@ def cached(key: str, suffix: str, make: Callable[[Path], object], *, again: bool
 def cached_path(key: str, suffix: str) -> Path:
     """Where the file for `key` is, or would be."""
     return cache_directory() / key[:2] / f"{key}{suffix}"
+
+
+def package_digest() -> str:
+    """A hash of the sources of this package from which graphs and weights are made."""
+    digest = hashlib.sha256()
+    for folder in FOLDERS:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder.parent)} ".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _private_folder(parent: Path) -> tempfile.TemporaryDirectory[str]:

@@ -19,14 +19,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from ..compiler.cache import cached, content_key
+from ..compiler.cache import cached, content_key, package_digest
 from ..compiler.ir import Graph
 from ..compiler.shapes import Bounds
 from ..compiler.text import constants, parse_graph, print_graph
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
-FOLDERS = tuple(Path(__file__).parents[1] / name for name in ("models", "compiler", "kernels_templates", "runtime"))
-"""Of this package: what capture and the text form of graphs are made of."""
 
 
 def captured_graph(config: PreTrainedConfig, *, dtype: str, bounds: Bounds, tensors: Iterable[str]) -> Graph:
@@ -84,7 +82,7 @@ def _decided_by(config: PreTrainedConfig, implementation: Path) -> Iterator[str]
     values = json.loads(config.to_json_string(use_diff=False))
     values.pop("_name_or_path", None)  # where it was found
     yield json.dumps(values, sort_keys=True)
-    for folder in (implementation, *FOLDERS):
-        for path in sorted(folder.rglob("*.py")):
-            yield f"{path.relative_to(folder)} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    for path in sorted(implementation.rglob("*.py")):
+        yield f"{path.relative_to(implementation)} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    yield package_digest()
     yield from (f"{name} {version(name)}" for name in PACKAGES)

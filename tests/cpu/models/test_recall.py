@@ -18,6 +18,7 @@ import pytest
 from cpu.models.architectures import BOUNDS, tensors, tiny_config
 from transformers import LlamaConfig, PreTrainedConfig
 
+from toolkit.compiler import cache as caching
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.text import print_graph
 from toolkit.models import capture as capturing
@@ -135,7 +136,7 @@ def test_what_decides_a_graph_has_it_captured_anew(
     (ours / "inner").mkdir(parents=True)
     (ours / "inner/part.py").touch()
     monkeypatch.setattr(recall, "_implementation", lambda _: model)
-    monkeypatch.setattr(recall, "FOLDERS", (*recall.FOLDERS, ours))
+    monkeypatch.setattr(caching, "FOLDERS", (*caching.FOLDERS, ours))
     recalled()
     recalled()
     assert len(stubbed) == 1
@@ -146,10 +147,10 @@ def test_what_decides_a_graph_has_it_captured_anew(
 
 
 def test_everything_of_this_package_that_capture_imports_is_among_the_sources() -> None:
-    root = recall.FOLDERS[0].parent
+    root = caching.FOLDERS[0].parent
     for module in (recall, capturing):
         for names in re.findall(r"^from \.\.(\w+)", inspect.getsource(module), re.M):
-            assert root / names in recall.FOLDERS
+            assert root / names in caching.FOLDERS
 
 
 def test_a_damaged_entry_is_made_anew(folder: Path, stubbed: list[Graph]) -> None:
