@@ -102,7 +102,7 @@ def _cleaning(metadata: Mapping[str, Any]) -> Iterator[normalizers.Normalizer]:
     if charsmap is not None and len(charsmap):
         yield normalizers.Precompiled(check_charsmap(np.asarray(charsmap).astype(np.uint8).tobytes()))
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        yield normalizers.Strip()
+        yield normalizers.Replace(Regex("^ +| +$"), "")  # Strip() takes other white space too
         yield normalizers.Replace(Regex(" {2,}"), " ")
 
 

@@ -32,7 +32,7 @@ def test_doctor_reports(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["doctor", "--json"]) == 0
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert found["instruction set"]["value"].startswith("x86-64-v")
-    assert found["cuda-python"]["problem"] == ""
+    assert found["cuda-bindings"]["problem"] == ""
 
 
 def test_doctor_fails_where_plans_cant_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
