@@ -249,7 +249,7 @@ def _write(
     total = len(header) + sum(sizes.values())
     entries: dict[str, WeightEntry] = {}
     losses = Losses()
-    with open(directory / FILE, "wb") as stream, HashingWriter(stream) as out:
+    with open(directory / FILE, "wb") as stream, _HashingWriter(stream) as out:
         out.write(header)
         for name, weight in ordered:
             start = out.written
@@ -297,7 +297,7 @@ def _header(sizes: Mapping[str, int]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class HashingWriter:
+class _HashingWriter:
     """Writes a stream and hashes what goes through, one piece at a time while the caller makes the next."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -308,7 +308,7 @@ class HashingWriter:
         """Of all that was written, when the writer is closed."""
         self.written = 0
 
-    def __enter__(self) -> HashingWriter:
+    def __enter__(self) -> _HashingWriter:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,7 +6,10 @@ is hashed on its way, so a plan that was changed, moved or deleted since costs n
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,9 +22,9 @@ from . import weights_pack
 from .cache import cached, cached_path, content_key, package_digest
 from .lowered import Weight
 from .weights import TensorSource
-from .weights_pack import FILE, HashingWriter, PackedWeights
+from .weights_pack import FILE, PackedWeights
 
-_BLOCK = 8 << 20
+_BLOCK = 16 << 20
 _SUFFIX = ".weights"
 
 
@@ -77,17 +80,24 @@ def reuse_weights(
     try:
         before = msgspec.json.decode(cached_path(key, _SUFFIX).read_bytes(), type=_Written)
         (file,) = before.files
-        source = Path(before.place) / FILE
-        with source.open("rb") as stream, (directory / FILE).open("wb") as target, HashingWriter(target) as out:
-            while block := stream.read(_BLOCK):
-                out.write(block)
-                if progress is not None:
-                    progress(FILE, out.written, file.bytes)
+        with (Path(before.place) / FILE).open("rb") as source, (directory / FILE).open("wb") as target:
+            with ThreadPoolExecutor(1) as thread:
+                digest = thread.submit(hashlib.file_digest, source, "sha256")
+                _copy(source.fileno(), target.fileno(), progress)
+            if digest.result().hexdigest() != file.sha256:
+                return None
     except (OSError, ValueError):  # deleted, or the cache's entry is damaged
         return None
-    if (out.written, out.digest.hexdigest()) != (file.bytes, file.sha256):
-        return None
     return PackedWeights(before.entries, before.files, before.notes)
+
+
+def _copy(source: int, target: int, progress: Callable[[str, int, int], None] | None) -> None:
+    """Copy a whole file within the kernel."""
+    size, done = os.fstat(source).st_size, 0
+    while count := os.sendfile(target, source, done, _BLOCK):
+        done += count
+        if progress is not None:
+            progress(FILE, done, size)
 
 
 def remember_weights(key: str, packed: PackedWeights, plan: Path) -> None:
