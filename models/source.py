@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -51,19 +51,14 @@ class OpenedModel:
     weights: TensorSource
     """Under the names of the model's Hugging Face implementation."""
     dtype: FloatName
-    hashing: Future[dict[str, str]]
-    """Of `hashes`, in a thread while the model is captured."""
+    hashes: dict[str, str]
+    """SHA-256 of every source file, by file name."""
     text: TextFiles | None
     """None if there is no tokenizer: the plan is then token-in, token-out."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     notes: tuple[str, ...] = ()
     """What a user should know of how it is stored, one sentence each."""
-
-    @property
-    def hashes(self) -> dict[str, str]:
-        """SHA-256 of every source file, by file name."""
-        return self.hashing.result()
 
 
 def open_model(model: str, *, dtype: str = "auto", random: bool = False) -> OpenedModel:
@@ -107,7 +102,7 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
         config=config,
         weights=weights,
         dtype=_chosen(dtype, stored),
-        hashing=_hashing(file for file in used if file.is_file()),
+        hashes=_hashes(file for file in used if file.is_file()),
         text=TextFiles(directory=directory) if any((directory / file).is_file() for file in _TOKENIZER_FILES) else None,
         eos_token_ids=eos,
         bos_token_id=bos,
@@ -282,7 +277,7 @@ def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
         config=config,
         weights=weights,
         dtype=stored,
-        hashing=_hashing([path]),
+        hashes=_hashes([path]),
         text=TextFiles(metadata=file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None,
         eos_token_ids=end_tokens(file.metadata),
         bos_token_id=config.bos_token_id,
@@ -315,22 +310,16 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _hashing(files: Iterable[Path]) -> Future[dict[str, str]]:
+def _hashes(files: Iterable[Path]) -> dict[str, str]:
     """SHA-256 by file name, files in parallel."""
 
     def sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    def hashes() -> dict[str, str]:
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            return dict(zip((path.name for path in paths), pool.map(sha256, paths), strict=True))
-
     paths = list(files)
-    thread = ThreadPoolExecutor(1)
-    hashing = thread.submit(hashes)
-    thread.shutdown(wait=False)
-    return hashing
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return dict(zip((path.name for path in paths), pool.map(sha256, paths), strict=True))
 
 
 def _download(model: str, weights: bool) -> Path:

@@ -7,7 +7,6 @@ import io
 import json
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -261,7 +260,7 @@ def _tokenizer_files(backend: Backend) -> Files:
 def _load_tokenizer(folder: Path) -> None:
     config = AutoConfig.for_model("llama", vocab_size=600)
     text = TextFiles(directory=folder)
-    _load_text(OpenedModel("m", config, RandomSource({}, FLOAT32), "float32", Future(), text), folder)
+    _load_text(OpenedModel("m", config, RandomSource({}, FLOAT32), "float32", {}, text), folder)
 
 
 def _load_text(opened: OpenedModel, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ CHAT = [{"role": "user", "content": "Hi there"}]
 
 def opened(text: TextFiles | None, **values: Any) -> OpenedModel:
     config = AutoConfig.for_model("llama", vocab_size=600)
-    return OpenedModel("m", config, RandomSource({}, FLOAT32), "float32", Future(), text, **values)
+    return OpenedModel("m", config, RandomSource({}, FLOAT32), "float32", {}, text, **values)
 
 
 def plan(text: Text | None) -> Plan:
