@@ -31,6 +31,7 @@ from toolkit.kernels_templates.cuda.choose import choose_linear
 from toolkit.kernels_templates.packing import layout_bytes, panel_encoding
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.device.cuda.driver import tensor_map
 from toolkit.runtime.errors import InternalError
 
 BANDWIDTH, RATE = 4.5e12, 780e12
@@ -215,28 +216,6 @@ def blocks(axis: Axis, values: Mapping[str, int]) -> int:
     """Thread blocks along an axis."""
     count = axis.times * -(-prod(values[name] for name in axis.factors) // axis.divisor)
     return min(count, MULTIPROCESSORS) if axis.persistent else count
-
-
-def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
-    """See `TensorMap` in the plan."""
-    from cuda.bindings import driver
-
-    word, one = driver.cuuint64_t, driver.cuuint32_t
-    return check(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            2,
-            address,
-            [word(columns), word(rows)],
-            [word(columns * 2)],
-            [one(64), one(box)],
-            [one(1), one(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

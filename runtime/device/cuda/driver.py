@@ -42,6 +42,29 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
+    """A descriptor of 16-bit numbers [rows, columns], read in tiles of `box` rows by 64 columns: see `plan.TensorMap`.
+
+    Raises DriverError.
+    """
+    driver = bindings()
+    numbers, sizes = driver.cuuint64_t, driver.cuuint32_t
+    return call(
+        driver.cuTensorMapEncodeTiled,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+        2,
+        address,
+        [numbers(columns), numbers(rows)],
+        [numbers(2 * columns)],
+        [sizes(64), sizes(box)],
+        [sizes(1), sizes(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+
+
 def error_text(status: int) -> str:
     """The name of an error, and what it means."""
     driver = bindings()

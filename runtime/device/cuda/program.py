@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ...errors import InternalError
 from ...plan import CudaKernel, DimArg, TensorMap
-from .driver import Gpu, call, error_text
+from .driver import Gpu, call, error_text, tensor_map
 from .kernels import Function
 
 DIMS = ("T", "S", "R")
@@ -92,23 +92,9 @@ class Program:
 
     def _map(self, start: int, each: TensorMap) -> Any:
         """Make an argument a tensor map, for the number of rows that is set."""
-        driver, at = self._gpu.driver, start + each.argument
-        rows, columns = int(self._cells[start + each.rows]), int(self._cells[start + each.columns])
-        numbers, sizes = driver.cuuint64_t, driver.cuuint32_t
-        found = call(
-            driver.cuTensorMapEncodeTiled,
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            2,
-            int(self._cells[at]),
-            [numbers(columns), numbers(rows)],
-            [numbers(2 * columns)],
-            [sizes(64), sizes(each.box)],
-            [sizes(1), sizes(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+        at = start + each.argument
+        address, rows, columns = (int(self._cells[cell]) for cell in (at, start + each.rows, start + each.columns))
+        found = tensor_map(address, rows, columns, each.box)
         self._pointers[at] = found.getPtr()
         return found
 

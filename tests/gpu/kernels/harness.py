@@ -20,6 +20,7 @@ from toolkit.compiler.codegen.cuda import compile_kernel, compile_ptx, launch_gr
 from toolkit.kernels_templates.catalog import Axis, KernelSpec, ParamValue
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.device.cuda.driver import tensor_map
 from toolkit.runtime.plan import ArchName
 
 Array = npt.NDArray[Any]
@@ -106,26 +107,6 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
     check(driver.cuLaunchKernel(load(spec), x, y, z, grid.threads, 1, 1, grid.shared, 0, ctypes.addressof(packed), 0))
     check(driver.cuCtxSynchronize())
     return {name: buffer.read() for name, buffer in buffers.items()}
-
-
-def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
-    """See `TensorMap` in the plan."""
-    word, half = driver.cuuint64_t, driver.cuuint32_t
-    return check(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-            2,
-            address,
-            [word(columns), word(rows)],
-            [word(columns * 2)],
-            [half(64), half(box)],
-            [half(1), half(1)],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
 
 
 def blocks(axis: Axis, values: dict[str, Any]) -> int:
