@@ -51,6 +51,17 @@ def float_arg(name: str, when: str = "") -> ArgSpec:
     return ArgSpec(name, "float", "const", when)
 
 
+def input_arg(name: str, ctype: str = "const int32_t *") -> ArgSpec:
+    """A step input."""
+    return ArgSpec(name, ctype, "input")
+
+
+CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
+"""A layer's K/V storage that is read."""
+CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
+"""A layer's K/V storage that is written."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """How many thread blocks a CUDA kernel has along one axis of its grid: the product of some of its arguments over

@@ -8,7 +8,19 @@ from __future__ import annotations
 from typing import get_args
 
 from ...runtime.plan import KvDType
-from ..catalog import ANY, BOOLS, POINTWISE_INPUTS, ArgSpec, Family, dim_arg, float_arg, int_arg
+from ..catalog import (
+    ANY,
+    BOOLS,
+    CACHE_IN,
+    CACHE_OUT,
+    POINTWISE_INPUTS,
+    ArgSpec,
+    Family,
+    dim_arg,
+    float_arg,
+    input_arg,
+    int_arg,
+)
 
 KV_DTYPES = get_args(KvDType)
 
@@ -29,19 +41,12 @@ def _q8(when: str) -> ArgSpec:
     return ArgSpec("q8", "uint8_t *", "out", when)
 
 
-def _step_input(name: str, ctype: str = "const int32_t *") -> ArgSpec:
-    return ArgSpec(name, ctype, "input")
-
-
-_CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
-_CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
-
 TAKE_ROWS = Family(
     name="take_rows",
     template="cpu/take_rows.cpp.j2",
     batch_invariant=True,
     params={},
-    args=(_in("x"), _step_input("rows", "const toolkit_row *"), _out("out"), dim_arg("R"), int_arg("W")),
+    args=(_in("x"), input_arg("rows", "const toolkit_row *"), _out("out"), dim_arg("R"), int_arg("W")),
     ops=("take_rows",),
     doc="out[r] = x[rows[r].token] for x[T, W].",
 )
@@ -97,7 +102,7 @@ ROPE_TABLE = Family(
     batch_invariant=True,
     params={"function": ("cos", "sin")},
     args=(
-        *(_step_input("positions"), _step_input("lengths"), _weight("frequencies"), _out("out")),
+        *(input_arg("positions"), input_arg("lengths"), _weight("frequencies"), _out("out")),
         *(dim_arg("T"), int_arg("W"), int_arg("first"), int_arg("last"), float_arg("scale")),
     ),
     ops=("rope_table",),
@@ -133,7 +138,7 @@ ROPE_KV_WRITE = Family(
     args=(
         *(_in("qkv"), _in("cos", "has_rope"), _in("sin", "has_rope")),
         *(_weight("q_weight", "qk_norm"), _weight("k_weight", "qk_norm")),
-        *(_step_input("slots"), _CACHE_OUT, _out("out")),
+        *(input_arg("slots"), CACHE_OUT, _out("out")),
         *(
             dim_arg("T"),
             int_arg("heads"),
@@ -156,7 +161,7 @@ KV_WRITE = Family(
     batch_invariant=True,
     params={"key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
     args=(
-        *(_in("k"), _in("v"), _step_input("slots"), _CACHE_OUT),
+        *(_in("k"), _in("v"), input_arg("slots"), CACHE_OUT),
         *(dim_arg("T"), int_arg("kv_heads"), int_arg("page_tokens"), int_arg("k_stride"), int_arg("v_stride")),
     ),
     ops=("kv_write",),
@@ -175,8 +180,8 @@ ATTENTION = Family(
         **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes", "float_out", "q8_out"), BOOLS),
     },
     args=(
-        *(_in("q"), _CACHE_IN, _step_input("pages"), int_arg("page_stride")),
-        *(_step_input("seq_start"), _step_input("context")),
+        *(_in("q"), CACHE_IN, input_arg("pages"), int_arg("page_stride")),
+        *(input_arg("seq_start"), input_arg("context")),
         *(_weight("sinks", "has_sinks"), _weight("slopes", "has_slopes")),
         *(_out("out", "float_out"), _q8("q8_out")),
         *(dim_arg("S"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens"), float_arg("scale")),
@@ -233,7 +238,7 @@ SAMPLE = Family(
     batch_invariant=True,
     params={},
     args=(
-        *(_in("logits"), _step_input("rows", "const toolkit_row *")),
+        *(_in("logits"), input_arg("rows", "const toolkit_row *")),
         ArgSpec("results", "toolkit_result *", "input"),
         ArgSpec("top_tokens", "int32_t *", "input"),
         ArgSpec("top_logprobs", "float *", "input"),

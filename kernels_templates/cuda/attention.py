@@ -12,7 +12,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ..catalog import ANY, BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Variant, dim_arg, float_arg, int_arg
+from ..catalog import (
+    ANY,
+    BOOLS,
+    CACHE_IN,
+    CACHE_OUT,
+    ArgSpec,
+    Axis,
+    Family,
+    Grid,
+    ParamValue,
+    Variant,
+    dim_arg,
+    float_arg,
+    input_arg,
+    int_arg,
+)
 from ..cpu.dense import KV_DTYPES
 from .basic import REALS, blocks, out_arg, real_arg, weight_arg
 
@@ -20,19 +35,12 @@ BLOCKS = 256
 """What callers give for `blocks`."""
 
 
-def _input(name: str, ctype: str = "const int32_t *") -> ArgSpec:
-    return ArgSpec(name, ctype, "input")
-
-
-_CACHE_OUT = ArgSpec("cache", "uint8_t *", "cache")
-_CACHE_IN = ArgSpec("cache", "const uint8_t *", "cache")
-
 ROPE_TABLE = Family(
     name="rope_table",
     template="cuda/rope_table.cu.j2",
     params={"real": REALS, "function": ("cos", "sin")},
     args=(
-        *(_input("positions"), _input("lengths"), weight_arg("frequencies"), out_arg("out")),
+        *(input_arg("positions"), input_arg("lengths"), weight_arg("frequencies"), out_arg("out")),
         *(dim_arg("T"), int_arg("W"), int_arg("first"), int_arg("last"), float_arg("scale")),
     ),
     ops=("rope_table",),
@@ -74,7 +82,7 @@ ROPE_KV_WRITE = Family(
     args=(
         *(real_arg("qkv"), real_arg("cos", "has_rope"), real_arg("sin", "has_rope")),
         *(weight_arg("q_weight", "qk_norm"), weight_arg("k_weight", "qk_norm")),
-        *(_input("slots"), _CACHE_OUT, out_arg("out")),
+        *(input_arg("slots"), CACHE_OUT, out_arg("out")),
         *(dim_arg("T"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens")),
         *(float_arg("eps"), float_arg("offset"), int_arg("weight_stride", "qk_norm")),
     ),
@@ -90,7 +98,7 @@ KV_WRITE = Family(
     template="cuda/kv_write.cu.j2",
     params={"real": REALS, "key_dim": ANY, "value_dim": ANY, "dtype": KV_DTYPES},
     args=(
-        *(real_arg("k"), real_arg("v"), _input("slots"), _CACHE_OUT),
+        *(real_arg("k"), real_arg("v"), input_arg("slots"), CACHE_OUT),
         *(dim_arg("T"), int_arg("kv_heads"), int_arg("page_tokens"), int_arg("k_stride"), int_arg("v_stride")),
     ),
     ops=("kv_write",),
@@ -108,7 +116,14 @@ _PARAMS: Mapping[str, tuple[ParamValue, ...]] = {
     **dict.fromkeys(("has_window", "has_softcap", "has_sinks", "has_slopes"), BOOLS),
 }
 _ARGS = (
-    *(real_arg("q"), _CACHE_IN, _input("pages"), _input("page_stride"), _input("seq_start"), _input("context")),
+    *(
+        real_arg("q"),
+        CACHE_IN,
+        input_arg("pages"),
+        input_arg("page_stride"),
+        input_arg("seq_start"),
+        input_arg("context"),
+    ),
     *(weight_arg("sinks", "has_sinks"), weight_arg("slopes", "has_slopes"), out_arg("out")),
     *(dim_arg("S"), int_arg("heads"), int_arg("kv_heads"), int_arg("page_tokens"), float_arg("scale")),
     *(int_arg("window", "has_window"), float_arg("softcap", "has_softcap"), int_arg("blocks")),
