@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from toolkit.kernels_templates.reference import SampleRow, kept_probabilities
+from toolkit.runtime.step import MAX_TOP
 
 Floats = npt.NDArray[np.float32]
 
@@ -33,6 +36,33 @@ def make_logits(rng: np.random.Generator, count: int, size: int, kind: str) -> F
 
 
 KINDS = ("peaked", "flat", "ties", "far")
+
+
+def check_uniform_draws(sample: Callable[[Floats, list[SampleRow]], Any]) -> None:
+    """Every token of a uniform row can be drawn. `sample` gives the results of rows, here and below."""
+    rows = [SampleRow(temperature=1.0, seed=3, index=i) for i in range(400)]
+    drawn = sample(np.zeros((400, 10), np.float32), rows).results["token"]
+    counts = np.bincount(drawn, minlength=10)
+    assert counts.min() > 15
+    assert counts.max() < 70
+
+
+def check_empty_masks(sample: Callable[[Floats, list[SampleRow]], Any]) -> None:
+    """A mask that allows nothing is reported."""
+    logits = make_logits(np.random.default_rng(0), 2, 100, "flat")
+    rows = [SampleRow(mask=np.zeros(100, bool), temperature=t) for t in (0.0, 1.0)]
+    results = sample(logits, rows).results
+    assert results["status"].tolist() == [2, 2]
+    assert results["token"].tolist() == [-1, -1]
+
+
+def check_alternatives(sample: Callable[..., Any]) -> None:
+    """More alternatives than tokens; `sample` takes their number."""
+    logits = make_logits(np.random.default_rng(0), 1, 3, "flat")
+    got = sample(logits, [SampleRow()], top_n=MAX_TOP + 5)
+    assert got.top_tokens[0, :3].tolist() == np.argsort(-logits[0]).tolist()
+    assert (got.top_tokens[0, 3:] == -1).all()
+    assert (got.top_logprobs[0, 3:] == -np.inf).all()
 
 
 def is_clear(scores: npt.NDArray[np.float64], row: SampleRow) -> bool:

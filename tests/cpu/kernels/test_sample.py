@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from cpu.kernels.harness import Guarded, aligned, isas, load_kernel
-from cpu.kernels.sample_rows import KINDS, is_clear, log_softmax, make_logits
+from cpu.kernels.sample_rows import (
+    KINDS,
+    check_alternatives,
+    check_empty_masks,
+    check_uniform_draws,
+    is_clear,
+    log_softmax,
+    make_logits,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -181,11 +190,7 @@ def test_a_draw_depends_on_its_row_alone() -> None:
 
 
 def test_every_token_of_a_uniform_row_can_be_drawn() -> None:
-    rows = [SampleRow(temperature=1.0, seed=3, index=i) for i in range(400)]
-    drawn = run(np.zeros((400, 10), np.float32), rows, threads=2).results["token"]
-    counts = np.bincount(drawn, minlength=10)
-    assert counts.min() > 15
-    assert counts.max() < 70
+    check_uniform_draws(partial(run, threads=2))
 
 
 @pytest.mark.parametrize("isa", isas())
@@ -200,16 +205,8 @@ def test_logits_that_are_not_finite_are_reported(bad: float, isa: IsaName) -> No
 
 
 def test_a_mask_that_allows_nothing_is_reported() -> None:
-    logits = make_logits(np.random.default_rng(0), 2, 100, "flat")
-    rows = [SampleRow(mask=np.zeros(100, bool), temperature=t) for t in (0.0, 1.0)]
-    results = run(logits, rows).results
-    assert results["status"].tolist() == [2, 2]
-    assert results["token"].tolist() == [-1, -1]
+    check_empty_masks(run)
 
 
 def test_more_alternatives_than_tokens() -> None:
-    logits = make_logits(np.random.default_rng(0), 1, 3, "flat")
-    got = run(logits, [SampleRow()], top_n=MAX_TOP + 5)
-    assert got.top_tokens[0, :3].tolist() == np.argsort(-logits[0]).tolist()
-    assert (got.top_tokens[0, 3:] == -1).all()
-    assert (got.top_logprobs[0, 3:] == -np.inf).all()
+    check_alternatives(run)

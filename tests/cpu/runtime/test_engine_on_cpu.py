@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cpu.models.tiny_model import save_tiny_model
-from unit.runtime.engine_harness import Output, make_request, run
+from unit.runtime.engine_harness import Output, cache_bytes, make_request, make_requests, run, shared_prompts
 
 from toolkit.cli.driver import compile as compile_model
 from toolkit.cli.profile import profile, read_profile
@@ -53,10 +53,7 @@ class Case:
     def engine(self, *, full_sequences: float = 8.0, **options: Any) -> Engine:
         """An engine whose cache holds so many sequences of full length."""
         plan, memory = self.plan, self.plan.memory
-        pages = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
-        costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
-        cache = sum((full_sequences * count + 1) * cost for count, cost in zip(pages, costs, strict=True))
-        bytes_allowed = memory.arena + memory.weights + memory.host + cache + 4096
+        bytes_allowed = memory.arena + memory.weights + memory.host + cache_bytes(plan, full_sequences) + 4096
         choice = EngineOptions(memory=bytes_allowed, threads=1, **options)
         return Engine(open_device(self.directory, plan, choice), choice)
 
@@ -78,21 +75,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts of 5 to 60 tokens, every other one with a shared beginning."""
-    rng = np.random.default_rng(seed)
-    trunk = rng.integers(3, 199, 50).tolist()
-    return [
-        (trunk if index % 2 else [])[: int(rng.integers(10, 50))]
-        + rng.integers(3, 199, int(rng.integers(5, 60))).tolist()
-        for index in range(count)
-    ]
+    return shared_prompts(count, vocabulary=199, trunk=50, begin=(10, 50), end=(5, 60), seed=seed)
 
 
 def requests(count: int, **params: Any) -> list[Add]:
-    return [
-        make_request(str(index), prompt, **({"max_tokens": STEPS, "ignore_eos": True} | params))
-        for index, prompt in enumerate(prompts(count))
-    ]
+    return make_requests(prompts(count), **({"max_tokens": STEPS} | params))
 
 
 @pytest.mark.parametrize(

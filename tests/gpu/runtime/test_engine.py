@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.runtime.engine_harness import Output, make_request, run
+from unit.runtime.engine_harness import Output, cache_bytes, make_request, make_requests, run, shared_prompts
 
 from toolkit.runtime.device.cuda.inputs import Layout
 from toolkit.runtime.device.open import open_device
@@ -47,11 +47,8 @@ class Case:
         """An engine whose cache holds so many sequences of full length."""
         directory = FOLDER / f"{self.name}-{kind}"
         plan = read_plan(directory)
-        pages = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
-        costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
-        cache = sum((full_sequences * count + 1) * cost for count, cost in zip(pages, costs, strict=True))
-        memory = plan.memory.arena + plan.memory.weights + max(plan.memory.host, Layout(plan).bytes) + cache
-        choice = EngineOptions(memory=memory + 4096, threads=2, **options)
+        fixed = plan.memory.arena + plan.memory.weights + max(plan.memory.host, Layout(plan).bytes)
+        choice = EngineOptions(memory=fixed + cache_bytes(plan, full_sequences) + 4096, threads=2, **options)
         return Engine(open_device(directory, plan, choice), choice)
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> np.ndarray[Any, Any]:
@@ -83,21 +80,12 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Random prompts, every other one with a shared beginning, the longest of several pages."""
-    rng = np.random.default_rng(0)
-    trunk = rng.integers(3, 500, 150).tolist()
-    return [
-        (trunk if index % 2 else [])[: int(rng.integers(64, 150))]
-        + rng.integers(3, 500, int(rng.integers(5, 100))).tolist()
-        for index in range(count)
-    ]
+    """The longest are of several pages."""
+    return shared_prompts(count, vocabulary=500, trunk=150, begin=(64, 150), end=(5, 100))
 
 
 def requests(count: int, **params: Any) -> list[Add]:
-    return [
-        make_request(str(index), prompt, **({"max_tokens": STEPS, "ignore_eos": True} | params))
-        for index, prompt in enumerate(prompts(count))
-    ]
+    return make_requests(prompts(count), **({"max_tokens": STEPS} | params))
 
 
 @pytest.mark.parametrize(

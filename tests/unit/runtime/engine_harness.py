@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from unit.runtime.fake_device import EOS, FakeDevice, fake_plan
 from unit.runtime.queued_device import QueuedDevice
 
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.options import EngineOptions
+from toolkit.runtime.plan import Plan
 from toolkit.runtime.request import Add, Error, Event, Finished, SamplingParams, Stats, TokenLogprob, Tokens
 
 PLENTY = 100
@@ -49,6 +51,31 @@ def make_request(name: str, prompt: Sequence[int], *, priority: int = 0, salt: s
     """A request, greedy unless told otherwise."""
     defaults: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
     return Add(name, list(prompt), SamplingParams(**(defaults | params)), (EOS,), priority, salt)
+
+
+def shared_prompts(
+    count: int, *, vocabulary: int, trunk: int, begin: tuple[int, int], end: tuple[int, int], seed: int = 0
+) -> list[list[int]]:
+    """Random prompts; every other one begins with so many tokens, `begin` from and to, of a trunk that they share."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(3, vocabulary, trunk).tolist()
+    return [
+        (tokens if index % 2 else [])[: int(rng.integers(*begin))]
+        + rng.integers(3, vocabulary, int(rng.integers(*end))).tolist()
+        for index in range(count)
+    ]
+
+
+def make_requests(prompts: Sequence[Sequence[int]], **params: Any) -> list[Add]:
+    """A request for each prompt, named by its number; it stops at no token."""
+    return [make_request(str(index), prompt, **({"ignore_eos": True} | params)) for index, prompt in enumerate(prompts)]
+
+
+def cache_bytes(plan: Plan, sequences: float) -> float:
+    """Of caches that hold so many sequences of full length, and the trash page."""
+    pages = [-(-plan.model.max_context // cache.page_tokens) for cache in plan.caches]
+    costs = [len(cache.layers) * cache.page_bytes for cache in plan.caches]
+    return sum((sequences * count + 1) * cost for count, cost in zip(pages, costs, strict=True))
 
 
 @dataclass
