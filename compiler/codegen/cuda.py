@@ -45,7 +45,7 @@ _OPTIONS: Mapping[str, Any] = {
 class Compiled(msgspec.Struct, frozen=True):
     """Code of a kernel, and what its machine code takes of a multiprocessor."""
 
-    code: bytes = msgspec.field(name="cubin")
+    code: bytes
     registers: int
     """A thread."""
     shared: int
@@ -82,7 +82,8 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
 
 
 def _key(source: str, arch: ArchName) -> str:
-    return content_key(source, compiler_version(), arch, str(_OPTIONS))
+    record = ",".join(Compiled.__struct_fields__)  # as it is stored
+    return content_key(source, compiler_version(), arch, str(_OPTIONS), record)
 
 
 def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
