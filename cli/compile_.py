@@ -102,6 +102,13 @@ class Summary(msgspec.Struct, frozen=True):
     is_flag=True,
     help="Tokens depend on neither the batch nor chunks, cache hits and preemption; says what that costs.",
 )
+@click.option(
+    "--alternatives",
+    type=click.IntRange(0, 8),
+    default=0,
+    show_default=True,
+    help="GPU plans: carry so many other kernels for each linear layer, for `toolkit tune` to choose from.",
+)
 @click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass into this directory.")
 @click.option(
     "--explain-missing", is_flag=True, help="Only say what keeps MODEL from being compiled; needs no weights."
@@ -126,6 +133,7 @@ def command(
     generator: str | None,
     tuning: Path | None,
     deterministic: bool,
+    alternatives: int,
     dump_ir: Path | None,
     explain_missing: bool,
     force: bool,
@@ -175,6 +183,7 @@ def command(
             generator=generator,
             tuning=tuning,
             deterministic=deterministic,
+            alternatives=alternatives,
             dump_ir=dump_ir,
             force=force,
             progress=phases,

@@ -56,6 +56,7 @@ def compile(
     generator: str | None = None,
     tuning: str | Path | None = None,
     deterministic: bool = False,
+    alternatives: int = 0,
     dump_ir: str | Path | None = None,
     force: bool = False,
     progress: Phases | None = None,
@@ -67,13 +68,13 @@ def compile(
     bfloat16 or float16, and `kv_cache_dtype` one of those or int8; `weights` "random" or "random:SEED" for a model
     without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the interpreter;
     `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning` says;
-    a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; `dump_ir` is
-    a directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory.
-    An existing one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't
-    be used.
+    a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU plan
+    carries up to so many `alternatives` to each linear layer's kernel, for `toolkit tune`; `dump_ir` is a directory
+    that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
+    one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
     """
     chosen, seed, wanted_kv = parse_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
-    _check_options(chosen, generator=generator, tuning=tuning, deterministic=deterministic)
+    _check_options(chosen, alternatives, generator=generator, tuning=tuning, deterministic=deterministic)
     generators = Generators.parse(generator, tuning)
     if output is not None:
         check_output(Path(output), force=force)
@@ -117,7 +118,7 @@ def compile(
             resolved = weights_pack.resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
             lower = partial(make_programs, resolved, chosen, bounds, kv_dtype, dtype=opened.dtype)
-            first, *others = lower(deterministic=deterministic)
+            first, *others = lower(deterministic=deterministic, alternatives=alternatives)
         with phases.phase("Race") if generators.kind == "race" else nullcontext():
             tuned = generators.choose(first, chosen.isas, phases.advance, deterministic=deterministic)
             programs = (tuned.program, *others)
@@ -210,8 +211,10 @@ def _passes(target: Target, quantization: Quantization, source: TensorSource, le
 # --- choices ----------------------------------------------------------------------------------------------------------
 
 
-def _check_options(target: Target, **options: object) -> None:
-    """Raise UserError for an option that has no meaning for the target."""
+def _check_options(target: Target, alternatives: int, **options: object) -> None:
+    """Raise UserError for an option that has no meaning for the target; `options` are those of CPU plans."""
+    if alternatives and target.kind != "cuda":
+        raise UserError(f"only GPU plans have --alternatives, but the target is {target.name}: leave it out")
     given = [f"--{name}" for name, value in options.items() if value]
     if target.kind == "cuda" and given:
         raise UserError(f"only CPU plans have {', '.join(given)}, but the target is {target.name}: leave it out")

@@ -18,6 +18,7 @@ COMMANDS = MappingProxyType(
         "generate": ("generate", "Complete one prompt."),
         "chat": ("chat", "Talk to a plan or a server."),
         "bench": ("bench", "Measure latency, throughput, serving and kernels."),
+        "tune": ("tune_plan", "Find out on a GPU which of a plan's kernels are fastest there."),
         "models": ("models", "List the tested architectures."),
         "inspect": ("inspect.command", "Show what is in a plan."),
         "doctor": ("doctor", "Check what this machine can compile and run."),

@@ -13,7 +13,7 @@ from math import prod
 from ..kernels_templates import expression as ex
 from ..kernels_templates.catalog import POINTWISE_INPUTS, ParamValue
 from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
-from ..kernels_templates.cuda.choose import choose_linear
+from ..kernels_templates.cuda.choose import choose_linear, other_linear
 from ..kernels_templates.cuda.sample import sample_parts, sample_scratch
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
@@ -51,16 +51,19 @@ def lower(
     *,
     dtype: FloatDType = "float32",
     deterministic: bool = False,
+    alternatives: int = 0,
 ) -> tuple[Lowered, ...]:
     """The kernel calls of a fused graph whose weight encodings are resolved, for each bucket of the target.
 
-    `kv_dtype` is that of the caches, `dtype` the model's, and `deterministic` allows batch-invariant kernels alone.
+    `kv_dtype` is that of the caches, `dtype` the model's, and `deterministic` allows batch-invariant kernels alone. On
+    GPUs linear layers name up to so many `alternatives` to their kernels, for `toolkit tune`.
     Raises NoKernelError naming every op that the target has no kernel for.
     """
     blockers: dict[str, None] = {}
     buckets = []
     for limits in target.buckets(bounds):
         low = Lowering(graph, target, limits, kv_dtype, real=target.real(dtype), deterministic=deterministic)
+        low.alternatives = alternatives if target.kind == "cuda" else 0
         buckets.append(_lower(low, graph, blockers))
     if blockers:
         raise NoKernelError(target.name, tuple(blockers))
@@ -169,9 +172,8 @@ def _linear(low: Lowering, op: Op) -> None:
     }
     if has_bias:
         args["bias"] = low.pointer(op.inputs[2])
-    family, own = _linear_kernel(low, rows, columns, inner, encoding.name, gated=gated)
+    (family, own), *others = _linear_kernels(low, rows, columns, inner, encoding.name, gated=gated)
     params: dict[str, ParamValue] = {
-        **own,
         "has_bias": has_bias,
         "epilogue": str_attr(op.attrs, "epilogue"),
         "gated": gated,
@@ -183,17 +185,29 @@ def _linear(low: Lowering, op: Op) -> None:
             params[name] = "t" if extras[index].type.shape == op.output.type.shape else "n"
             args[name] = low.pointer(extras[index])
     wanted, outputs = low.output_as_wanted(op.output)
-    low.call(family, params | wanted, args | outputs, op, flops=2 * count(rows) * columns * inner)
+    params |= wanted
+    low.call(
+        family,
+        own | params,
+        args | outputs,
+        op,
+        flops=2 * count(rows) * columns * inner,
+        others=[(other, its_own | params) for other, its_own in others],
+    )
 
 
-def _linear_kernel(
+def _linear_kernels(
     low: Lowering, rows: Dim, columns: int, inner: int, encoding: str, *, gated: bool
-) -> tuple[str, Mapping[str, ParamValue]]:
-    """The family of a linear layer, and the parameters that not all such families have."""
+) -> list[tuple[str, dict[str, ParamValue]]]:
+    """The family of a linear layer and the parameters that not all such families have, and then the alternatives."""
     if low.target.kind == "cpu":
-        return "linear", {"encoding": encoding}
+        return [("linear", {"encoding": encoding})]
     most = low.limits.bounds.largest(rows)
-    return choose_linear(most, columns=columns, inner=inner, real=low.real, encoding=encoding, gated=gated)
+    chosen = choose_linear(most, columns=columns, inner=inner, real=low.real, encoding=encoding, gated=gated)
+    if not low.alternatives:
+        return [chosen]
+    others = other_linear(most, *chosen, columns=columns, inner=inner)
+    return [chosen, *others[: low.alternatives]]
 
 
 # --- norms and activations --------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class Call:
     flops: int
     barrier: bool = True
     """Whether all threads meet before the next call."""
+    others: tuple[KernelSpec, ...] = ()
+    """Kernels that compute the same from the same arguments, for `toolkit tune` to choose from."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,16 @@ class Lowered:
     @property
     def kernels(self) -> dict[str, KernelSpec]:
         """Every kernel by its symbol."""
-        return {call.kernel.symbol: call.kernel for call in self.calls}
+        return {kernel.symbol: kernel for call in self.calls for kernel in (call.kernel, *call.others)}
+
+    @property
+    def alternatives(self) -> dict[str, tuple[str, ...]]:
+        """Symbols of other kernels by that of the one they may stand in for."""
+        found: dict[str, dict[str, None]] = {}
+        for call in self.calls:
+            if call.others:
+                found.setdefault(call.kernel.symbol, {}).update(dict.fromkeys(each.symbol for each in call.others))
+        return {symbol: tuple(others) for symbol, others in sorted(found.items())}
 
 
 def place_barriers(calls: Sequence[Call]) -> tuple[Call, ...]:

@@ -67,6 +67,7 @@ class Lowering:
         self.real_bytes = _BYTES[real]
         self.families = families(target.kind)
         self.deterministic = deterministic
+        self.alternatives = 0
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
         self.buffers: dict[str, VirtualBuffer] = {}
@@ -238,9 +239,11 @@ class Lowering:
         params: Mapping[str, ParamValue],
         args: Mapping[str, Argument],
         op: Op | str,
+        *,
         flops: int = 0,
+        others: Sequence[tuple[str, Mapping[str, ParamValue]]] = (),
     ) -> None:
-        """Append a kernel call with its arguments by name.
+        """Append a kernel call with its arguments by name; `others` are families and parameters that take the same.
 
         Raises Unsupported for a parameter value that the family lacks, and for a family that is not batch-invariant
         where only such are allowed; InternalError for wrong names.
@@ -267,6 +270,7 @@ class Lowering:
                 op=op if isinstance(op, str) else label(op),
                 bytes=sum(self._least_bytes(spec, arg, op) for spec, arg in bound),
                 flops=flops,
+                others=tuple(self._kernel(*other) for other in others),
             )
         )
 

@@ -38,12 +38,15 @@ def make_programs(
     *,
     dtype: FloatDType = "float32",
     deterministic: bool = False,
+    alternatives: int = 0,
 ) -> tuple[Program, ...]:
     """Lower a fused graph with resolved encodings for each of the target's buckets, plan its memory and check the plan.
 
     Raises UserError naming every op that the target has no kernel for.
     """
-    buckets = lower(graph, target, bounds, kv_dtype, dtype=dtype, deterministic=deterministic)
+    buckets = lower(
+        graph, target, bounds, kv_dtype, dtype=dtype, deterministic=deterministic, alternatives=alternatives
+    )
     return tuple(_place_buffers(lowered, target) for lowered in buckets)
 
 
@@ -71,6 +74,7 @@ def bind(lowered: Lowered, buffers: Sequence[Buffer]) -> Bucket:
         tuple(map(launch, lowered.forward)),
         tuple(map(launch, lowered.sample)),
         limits.decode,
+        alternatives=lowered.alternatives,
     )
 
 

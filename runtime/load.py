@@ -143,6 +143,9 @@ def _is_fill(fill: RandomFill) -> bool:
 def _bucket_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
     if min(bucket.max_tokens, bucket.max_sequences, bucket.max_rows) < 1:
         yield f"bucket {bucket.name} has a limit below 1"
+    for other in {other for others in bucket.alternatives.values() for other in others}:
+        if other not in plan.kernels:
+            yield f"bucket {bucket.name} has the unknown alternative {other!r}"
     for launch in bucket.launches:
         yield from _launch_problems(plan, launch)
 

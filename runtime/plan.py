@@ -14,7 +14,7 @@ import msgspec
 
 from .encodings import Encoding
 
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 """Schema version. A reader takes its own and the previous major version; a higher minor only adds fields."""
 
 
@@ -125,6 +125,8 @@ class Bucket(_Record, frozen=True):
     """It serves only steps of one token a sequence, each sampled (T = S = R), which are padded to its limits."""
     buffers: tuple[Buffer, ...] = ()
     """Its own, if there are several buckets: they share the arena, one at a time."""
+    alternatives: dict[str, tuple[str, ...]] = {}
+    """By kernel, others that compute the same from the same arguments: `toolkit tune` finds out which is fastest."""
 
     def fits(self, tokens: int, sequences: int, rows: int) -> bool:
         """Whether it serves a step of that size."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from ..catalog import ParamValue
 from ..packing import panel_encoding
 
@@ -10,6 +12,11 @@ _SAME = {"float16": "f16", "bfloat16": "bf16"}
 
 
 _MULTIPROCESSORS = 132
+_SPLIT = 0.05
+"""Share of its time that adding up costs a tile, for each doubling of the blocks that share K."""
+
+_Tile = tuple[int, int, int, int]
+"""Columns, blocks that share K, depth of a part, and bytes of shared memory that parts pass through."""
 
 
 def choose_linear(
@@ -22,23 +29,50 @@ def choose_linear(
         return _quantized(rows, columns, real, encoding)
     if _SAME.get(real) != encoding or inner % 8:
         return "linear_exact", {"real": real, "encoding": encoding}
-    tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    tile_rows = _tile_rows(rows)
     if rows <= 32:
-        tile_columns, split, depth, shared = _few(columns, inner, tile_rows)
-    else:
-        (tile_columns, split), depth, shared = _many(rows, columns, inner), 64, 220_000
-    most = 32 if rows <= 32 else 12
+        return "linear_skinny", {"real": real, **_ring(rows, inner, _few(columns, inner, tile_rows))}
+    return "linear_tiled", {"real": real, **_ring(rows, inner, (*_many(rows, columns, inner), 64, 220_000))}
+
+
+def other_linear(
+    rows: int, family: str, params: Mapping[str, ParamValue], *, columns: int, inner: int
+) -> list[tuple[str, dict[str, ParamValue]]]:
+    """Choices besides what `choose_linear` chose, the most promising first: what `toolkit tune` measures.
+
+    Only layers that tensor cores multiply have any.
+    """
+    tiles: list[dict[str, ParamValue]] = []
+    if family == "linear_skinny":
+        tiles = [_ring(rows, inner, tile) for tile in _few_tiles(columns, inner)]
+    elif family == "linear_tiled":
+        tiles = [_ring(rows, inner, tile) for tile in _many_tiles(rows, columns, inner)]
+    elif family == "linear_skinny_quantized":
+        tiles = [{"panels": panels} for panels in (1, 2)]
+    elif family == "linear_tiled_quantized":
+        tiles = [{"tile_columns": size, "split": 256 // size} for size in (64, 128, 256)]
+    found = [(family, {**params, **tile}) for tile in tiles]
+    return [each for index, each in enumerate(found) if each[1] != params and each not in found[:index]]
+
+
+def _ring(rows: int, inner: int, tile: _Tile) -> dict[str, ParamValue]:
+    """The parameters that make a tile."""
+    tile_columns, split, depth, shared = tile
+    tile_rows, most = _tile_rows(rows), 32 if rows <= 32 else 12
     stages = min(most, shared // ((tile_rows + tile_columns) * depth * 2), _up(inner, depth * split))
     stages = max(4, stages - stages % 2 if rows <= 32 else stages)
-    sizes = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": depth}
-    return "linear_skinny" if rows <= 32 else "linear_tiled", {"real": real, **sizes}
+    return {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": split, "stages": stages, "depth": depth}
+
+
+def _tile_rows(rows: int) -> int:
+    return next((size for size in (8, 16, 32, 64) if rows <= size), 128)
 
 
 def _quantized(rows: int, columns: int, real: str, encoding: str) -> tuple[str, dict[str, ParamValue]]:
     """For affine weights. Warps with two panels read activations half as often, where one is no longer little;
     tiles read them once for many panels, but need enough columns to keep every multiprocessor busy."""
     own: dict[str, ParamValue] = {"real": real, "encoding": encoding}
-    tile_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
+    tile_rows = _tile_rows(rows)
     enough = [size for size in (256, 128) if 5 * _up(rows, 128) * _up(columns, size) >= 4 * _MULTIPROCESSORS]
     if rows <= 16 or (rows <= 32 and 256 not in enough):
         return "linear_skinny_quantized", {**own, "tile_rows": tile_rows, "panels": 2 if rows > 8 else 1}
@@ -47,7 +81,7 @@ def _quantized(rows: int, columns: int, real: str, encoding: str) -> tuple[str, 
     return "linear_tiled_quantized", {**own, **sizes}
 
 
-def _few(columns: int, inner: int, tile_rows: int) -> tuple[int, int, int, int]:
+def _few(columns: int, inner: int, tile_rows: int) -> _Tile:
     """Columns of a tile, split of K, depth and bytes of shared memory where reading the weight is all: every
     multiprocessor should read as much, in one block with all of its shared memory, or in more.
     """
@@ -78,6 +112,47 @@ def _many(rows: int, columns: int, inner: int) -> tuple[int, int]:
     if 4 * tiles <= _MULTIPROCESSORS and inner >= 2048:
         return 128, 4
     return tile_columns, 2 if 2 * tiles <= _MULTIPROCESSORS and inner >= 1024 else 1
+
+
+def _few_tiles(columns: int, inner: int) -> list[_Tile]:
+    """Tiles as `_few` says them, those first that keep most of the multiprocessors' shared memory at work."""
+
+    def idle(tile: _Tile) -> float:
+        size, split, _, shared = tile
+        blocks, places = _up(columns, size) * split, _MULTIPROCESSORS * (227_000 // shared)
+        return 1 + _SPLIT * split.bit_length() - blocks / (_up(blocks, places) * places)
+
+    share = min(256, 16 * _up(columns, 16 * _MULTIPROCESSORS))
+    return _best_of_sizes(
+        idle,
+        [
+            (size, split, 64, shared)
+            for size in (64, 32, 96, 128, share)
+            for split in (1, 2, 4, 8)
+            for shared in (106_000, 212_000, 74_000)
+            if split == 1 or inner >= 512 * split
+        ],
+    )
+
+
+def _many_tiles(rows: int, columns: int, inner: int) -> list[_Tile]:
+    """Tiles as `_many` says them, those first that end soonest if a multiprocessor does one after the other."""
+    tile_rows = 64 if rows <= 64 else 128
+
+    def time(tile: _Tile) -> float:
+        size, split = tile[:2]
+        rounds = _up(_up(rows, tile_rows) * _up(columns, size) * split, _MULTIPROCESSORS)
+        return rounds * (size + tile_rows) / split * (1 + _SPLIT * split.bit_length())
+
+    sizes, splits = range(64, 257, 32), [split for split in (1, 2, 4) if split == 1 or inner >= 512 * split]
+    return _best_of_sizes(time, [(size, split, 64, 220_000) for size in sizes for split in splits])
+
+
+def _best_of_sizes(cost: Callable[[_Tile], float], tiles: list[_Tile]) -> list[_Tile]:
+    """Of tiles of as many columns the one that costs least; then the rest."""
+    ordered = sorted(tiles, key=cost)
+    best = list({tile[0]: tile for tile in reversed(ordered)}.values())
+    return [*sorted(best, key=cost), *(tile for tile in ordered if tile not in best)]
 
 
 def _up(size: int, part: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .driver import DriverError, Gpu, Pinned, call, error_text
 from .inputs import Extra, Layout, Slot
 from .kernels import Function, Kernels, choose_module
 from .program import Call, Program
+from .tuned import read_tuned
 from .weights import Weights
 
 _LOAD_THREADS = 256
@@ -49,13 +50,17 @@ class CudaDevice:
 
     queue_depth = 2
 
-    def __init__(self, directory: Path, plan: Plan, options: EngineOptions) -> None:
-        """Raises UserError if this machine has no GPU that the plan can run on, or too little memory."""
+    def __init__(self, directory: Path, plan: Plan, options: EngineOptions, *, tuned: bool = True) -> None:
+        """`tuned`: run the kernels that `toolkit tune` found to be fastest, if it has been run for such a GPU.
+
+        Raises UserError if this machine has no GPU that the plan can run on, or too little memory.
+        """
         self.plan = plan
         gpu = self._gpu = Gpu()
         module = choose_module(plan.modules, gpu.arch, gpu.name, gpu.shared_memory)
         self.isa: str = module.arch
-        self.name = gpu.name
+        self.name, self.cuda_version = gpu.name, gpu.cuda_version
+        winners = read_tuned(directory, plan, gpu.name) if tuned else {}
         self._layout = Layout(plan)
         self.pages = plan_pages(plan, self._budget(options))
         self._stream = gpu.stream()
@@ -66,7 +71,9 @@ class CudaDevice:
             self._weights.load(directory, self._kernels.of_runtime("random_fill"), self._stream, verify=options.verify)
         self._open_memory()
         with debug_phase("Graphs"):
-            self._buckets = {bucket.name: self._prepare(bucket) for bucket in plan.buckets}
+            self._buckets = {
+                bucket.name: self._prepare(bucket, winners.get(bucket.name, {})) for bucket in plan.buckets
+            }
         self._copies = [self._copy_program(group) for group in range(len(plan.caches))]
         call(gpu.driver.cuStreamSynchronize, self._stream)
         self._submitted = self._retired = 0
@@ -108,10 +115,22 @@ class CudaDevice:
 
     # --- programs -----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, bucket: Bucket) -> _Bucket:
+    def substitute(self, bucket: str, kernels: Mapping[str, str]) -> None:
+        """Have a launch program run other kernels in place of some of its own: `plan.Bucket.alternatives`."""
+        before = self._buckets[bucket]
+        call(self._gpu.driver.cuStreamSynchronize, self._stream)
+        if before.graph is not None:
+            call(self._gpu.driver.cuGraphExecDestroy, before.graph)
+        self._buckets[bucket] = self._prepare(before.bucket, kernels)
+
+    def kernels_in_use(self, bucket: str) -> set[str]:
+        """Names of the kernels that a launch program runs."""
+        return {each.function.name for each in self._buckets[bucket].program.calls}
+
+    def _prepare(self, bucket: Bucket, substitutes: Mapping[str, str]) -> _Bucket:
         tokens, sequences, rows = bucket.max_tokens, bucket.max_sequences, bucket.max_rows
         blocks = -(-self._layout.units(tokens, sequences, rows) // _LOAD_THREADS)
-        calls = [self._call(launch) for launch in bucket.launches]
+        calls = [self._call(launch, substitutes.get(launch.kernel, launch.kernel)) for launch in bucket.launches]
         calls = [self._load(min(blocks, _MOST_LOAD_BLOCKS)), *calls, self._finish()]
         program = Program(self._gpu, self._stream, calls, (tokens, sequences, rows))
         return _Bucket(bucket, program, program.capture() if bucket.decode else None)
@@ -133,8 +152,8 @@ class CudaDevice:
         copy = Call("a copy of a page", self._kernels.of_runtime("copy_pages"), (self._caches[group], *sizes, 0, 0))
         return Program(self._gpu, self._stream, [copy])
 
-    def _call(self, launch: Launch) -> Call:
-        function: Function = self._kernels[launch.kernel]
+    def _call(self, launch: Launch, kernel: str) -> Call:
+        function: Function = self._kernels[kernel]
         return Call(launch.op or launch.kernel, function, tuple(self._argument(arg) for arg in launch.args))
 
     def _argument(self, arg: Any) -> int | float | DimArg:
@@ -237,17 +256,22 @@ class CudaDevice:
         return np.repeat(times[1:-1, None], 2, axis=1)
 
     def replay(self, batch: StepBatch, count: int) -> float:
-        """Seconds a step when a decode step's graph is run `count` times, back to back, with the same inputs."""
+        """Seconds a step when its launches (of a decode step, its graph) run `count` times, back to back, on the same
+        inputs."""
         ready = self._write(batch)
         if ready.graph is None:
-            raise InternalError("only decode steps are replayed")
+            ready.program.resize(len(batch.tokens), len(batch.context), len(batch.rows))
         gpu, driver = self._gpu, self._gpu.driver
         for slot in range(1, self.queue_depth):
-            self._slots[(self._submitted + slot) % self.queue_depth].write(batch, ready.bucket.max_tokens)
+            following = self._slots[(self._submitted + slot) % self.queue_depth]
+            following.write(batch, ready.bucket.max_tokens if ready.graph else 0)
         begin, end = gpu.event(timed=True), gpu.event(timed=True)
         call(driver.cuEventRecord, begin, self._stream)
         for _ in range(count):
-            call(driver.cuGraphLaunch, ready.graph, self._stream)
+            if ready.graph is None:
+                ready.program.launch()
+            else:
+                call(driver.cuGraphLaunch, ready.graph, self._stream)
         call(driver.cuEventRecord, end, self._stream)
         call(driver.cuEventSynchronize, end)
         self._submitted += count

@@ -88,6 +88,8 @@ class Gpu:
         self.multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         self.shared_memory = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         """Bytes that a block may have."""
+        self.cuda_version = _version(int(call(driver.cuDriverGetVersion)))
+        """The newest that the driver knows."""
         self.overlaps = self._attribute("COMPUTE_CAPABILITY_MAJOR") >= 9
         """Whether a kernel can be launched before the one before it has ended."""
 

@@ -10,6 +10,7 @@ from gpu.kernels.harness import run
 from gpu.kernels.numbers import Array, close, random, store, value
 
 from toolkit.kernels_templates.catalog import ParamValue
+from toolkit.kernels_templates.cuda.choose import choose_linear, other_linear
 
 HALF = ("float16", "bfloat16")
 ENCODINGS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -95,3 +96,12 @@ def test_tiled(real: str, gated: bool, rows: int, sizes: Tile, shape: Shape) -> 
 @pytest.mark.parametrize("shape", [(1, 30, 17), (5, 64, 130)])
 def test_exact(real: str, gated: bool, shape: Shape) -> None:
     case("linear_exact", real, shape, gated, encoding=ENCODINGS[real])
+
+
+@pytest.mark.parametrize("rows", [1, 30, 64, 200])
+@pytest.mark.parametrize("shape", [(512, 2048), (4096, 512), (322, 264)])
+def test_what_tuning_chooses_from(rows: int, shape: tuple[int, int]) -> None:
+    columns, inner = shape
+    family, params = choose_linear(rows, columns=columns, inner=inner, real="bfloat16", encoding="bf16", gated=False)
+    for other, own in other_linear(rows, family, params, columns=columns, inner=inner)[:5]:
+        case(other, "bfloat16", (rows, *shape), False, **{k: v for k, v in own.items() if k != "real"})

@@ -6,56 +6,34 @@ Weights are random, of one seed, so the plans of a model for both kinds of machi
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from gpu.runtime.models import DTYPES, KINDS, folder, random_model
 
 from toolkit.cli.driver import compile as compile_model
 
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {},
-    "gemma3_text": {
-        "sliding_window": 70,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
-}
-DTYPES = ("float32", "bfloat16")
+ON_BOTH = ("llama", "qwen3", "gemma3_text")
+"""Models whose GPU plan is compared with their CPU plan; all are compared with transformers."""
+
+TUNED = ("llama", "bfloat16")
+"""The model whose plan carries alternatives to its kernels."""
 
 
 def make_plans(directory: Path, arch: str) -> None:
-    """Write DIRECTORY/MODEL-DTYPE-{cpu,gpu}."""
-    for kind, changes in KINDS.items():
-        torch.manual_seed(1)
-        config = AutoConfig.for_model(kind, **(SIZES | changes))
-        config.dtype = torch.float32
-        from_config: Any = AutoModelForCausalLM.from_config
-        model = from_config(config).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+    """Write DIRECTORY/MODEL-DTYPE-{cpu,gpu}, and DIRECTORY/hf/MODEL-DTYPE/{model,plan}."""
+    for kind in KINDS:
+        model = random_model(kind)
         for dtype in DTYPES:
-            source = directory / f"{kind}-{dtype}-model"
-            model.to(getattr(torch, dtype)).save_pretrained(source)
-            for target, name in (("cpu", "cpu"), (arch, "gpu")):
-                compile_model(
-                    *(source,), target=target, output=directory / f"{kind}-{dtype}-{name}", max_batch=8, max_context=320
-                )
+            here = folder(directory, kind, dtype)
+            model.to(getattr(torch, dtype)).save_pretrained(here / "model")
+            compile_tiny = partial(compile_model, here / "model", max_batch=8, max_context=320)
+            tuned = (kind, dtype) == TUNED
+            compile_tiny(target=arch, output=here / "plan", alternatives=2 if tuned else 0)
+            if kind in ON_BOTH:
+                compile_tiny(target="cpu", output=directory / f"{kind}-{dtype}-cpu")
+                (directory / f"{kind}-{dtype}-gpu").symlink_to(here.relative_to(directory) / "plan")
 
 
 if __name__ == "__main__":

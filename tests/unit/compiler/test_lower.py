@@ -398,3 +398,21 @@ def test_cuda_attention_reads_sinks_and_biases_as_floats_and_vectors_as_activati
         limits = program.lowered.limits.bounds
         assert program.lowered.buffers["q"].bytes == limits.max_tokens * HEADS * D * 2
         assert all(call.barrier for call in program.lowered.calls)
+
+
+def test_alternatives_take_the_arguments_of_what_they_replace() -> None:
+    graph = llama(BFLOAT16)
+    target = cuda_target(["sm90"])
+    for program in make_programs(graph, target, BOUNDS, "bfloat16", dtype="bfloat16", alternatives=2):
+        kernels, alternatives = program.lowered.kernels, program.bucket.alternatives
+        assert {call.kernel.symbol for call in program.lowered.calls if call.kernel.family.startswith("linear")} == set(
+            alternatives
+        )
+        for kernel, others in alternatives.items():
+            names = [spec.name for spec in arguments(CUDA_FAMILIES[kernels[kernel].family], kernels[kernel])]
+            assert kernel not in others
+            for other in others:
+                spec = kernels[other]
+                assert [each.name for each in arguments(CUDA_FAMILIES[spec.family], spec)] == names
+    for program in make_programs(graph, target, BOUNDS, "bfloat16", dtype="bfloat16"):
+        assert not program.bucket.alternatives

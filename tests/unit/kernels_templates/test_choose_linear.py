@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.compiler.codegen.cuda import SHARED_LIMITS
-from toolkit.kernels_templates.cuda.choose import choose_linear
+from toolkit.kernels_templates.cuda.choose import choose_linear, other_linear
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 
 
@@ -44,3 +44,22 @@ def test_tensor_cores_for_quantized_weights(rows: int, columns: int, inner: int,
     assert name == "linear_tiled_quantized" or (name == "linear_skinny_quantized" and rows <= int(params["tile_rows"]))
     exact, _ = choose_linear(rows, columns=columns, inner=inner, real="float32", encoding=encoding, gated=True)
     assert exact == "linear_exact"
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33, 256, 8192])
+@pytest.mark.parametrize(("columns", "inner"), [(28672, 4096), (4096, 14336), (96, 64)])
+@pytest.mark.parametrize("encoding", ["bf16", "a4g128m"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_alternatives_are_other_kernels_that_a_gpu_can_launch(
+    rows: int, columns: int, inner: int, encoding: str, gated: bool
+) -> None:
+    chosen = choose_linear(rows, columns=columns, inner=inner, real="bfloat16", encoding=encoding, gated=gated)
+    others = other_linear(rows, *chosen, columns=columns, inner=inner)
+    assert others
+    assert chosen not in others
+    assert len({str(params) for _, params in others}) == len(others)
+    for name, params in others:
+        assert params.keys() == chosen[1].keys()
+        for key, value in params.items():
+            assert value in CUDA_FAMILIES[name].params[key]
+        assert CUDA_FAMILIES[name].variant("sm90").grid(params | {"gated": gated}).shared <= SHARED_LIMITS["sm90"]
