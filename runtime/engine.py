@@ -23,11 +23,23 @@ from .debug import debug_phase
 from .device.base import Device, Ticket
 from .errors import InternalError, UserError
 from .grammar import Grammars
+from .histogram import Histogram
 from .kv.manager import KVManager
 from .kv.prefix import PageKeys
 from .options import EngineOptions
 from .plan import Plan
-from .request import Add, Error, Event, Finished, FinishReason, RequestMetrics, Stats, TokenLogprob, Tokens
+from .request import (
+    STEP_TOKENS,
+    Add,
+    Error,
+    Event,
+    Finished,
+    FinishReason,
+    RequestMetrics,
+    Stats,
+    TokenLogprob,
+    Tokens,
+)
 from .sampling import make_sampling
 from .scheduler import Limits, Scheduler
 from .sequence import Chunk, Sequence
@@ -122,6 +134,7 @@ class Engine:
         self._flight: deque[_Flight] = deque()
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
+        self._step_tokens = Histogram(STEP_TOKENS)
         self._log = StepLog(clock, self._describe)
         self._turn = clock()
 
@@ -236,6 +249,11 @@ class Engine:
             steps=self._steps,
             last_step=self._clock() - self._turn,
             memory=self.device.memory(),
+            prefix_cache=self.kv.prefix_cache,
+            kv_pages=tuple(pages - 1 for pages in self.device.pages),
+            page_tokens=self.kv.page_tokens,
+            step_tokens=tuple(self._step_tokens.counts),
+            step_tokens_sum=int(self._step_tokens.sum),
         )
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -324,10 +342,13 @@ class Engine:
         now, page_tokens = self._clock(), self.kv.page_tokens
         tokens: list[int] = result.rows["token"].tolist()
         statuses: list[int] | None = result.rows["status"].tolist() if result.rows["status"].any() else None
-        row = 0
+        row = prompt = 0
+        generated = self._generation_tokens
         for chunk in chunks:
             sequence, first = chunk.sequence, row
             row += chunk.scores + chunk.samples
+            if chunk.start < sequence.prompt_length:
+                prompt += min(chunk.count, sequence.prompt_length - chunk.start)
             if sequence.table is not chunk.table:
                 continue  # it ended while the step was in flight
             if statuses is not None and any(statuses[first:row]):
@@ -342,6 +363,7 @@ class Engine:
                 wanted = sequence.sampling.logprobs
                 logprobs = None if wanted is None else [_logprob(result, row - 1, wanted)]
                 self._append(sequence, tokens[row - 1], logprobs, now, events)
+        self._step_tokens.observe(prompt + self._generation_tokens - generated)
 
     def _keys(self, sequence: Sequence, computed: int) -> list[bytes]:
         if not self.kv.prefix_cache:
@@ -356,12 +378,14 @@ class Engine:
         sequence.known = length = length + 1
         self._generation_tokens += 1
         prompt_logprobs: list[TokenLogprob | None] | None = None
+        metrics = None
         if not sequence.first_token:
             sequence.first_token = now
+            metrics = _metrics(sequence, now)
             self._prompt_tokens += sequence.prompt_length
             if sampling.prompt_logprobs is not None:
                 prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        events.append(Tokens(sequence.request, [token], logprobs, prompt_logprobs))
+        events.append(Tokens(sequence.request, [token], logprobs, prompt_logprobs, metrics))
         if token in sampling.stops:
             self._finish(sequence, "stop", events, token)
         elif length == len(sequence.tokens):
@@ -380,17 +404,9 @@ class Engine:
     def _finish(
         self, sequence: Sequence, reason: FinishReason, events: list[Event], stop_token: int | None = None
     ) -> None:
-        now, arrival = self._clock(), sequence.arrival
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request]
-        metrics = RequestMetrics(
-            queue=(sequence.started or now) - arrival,
-            first_token=(sequence.first_token or now) - arrival,
-            total=now - arrival,
-            cached_tokens=sequence.cached_tokens,
-            preemptions=sequence.preemptions,
-        )
-        events.append(Finished(sequence.request, reason, stop_token, metrics))
+        events.append(Finished(sequence.request, reason, stop_token, _metrics(sequence, self._clock())))
 
     def _refuse(self, sequence: Sequence, status: int, events: list[Event]) -> None:
         """End a request whose row failed; what it computed may be damaged and is not reused."""
@@ -398,6 +414,17 @@ class Engine:
         del self._sequences[sequence.request]
         message, user_fault = _STATUS.get(status, (f"the sampler returned status {status}", False))
         events.append(Error(sequence.request, message, user_fault))
+
+
+def _metrics(sequence: Sequence, now: float) -> RequestMetrics:
+    arrival = sequence.arrival
+    return RequestMetrics(
+        queue=(sequence.started or now) - arrival,
+        first_token=(sequence.first_token or now) - arrival,
+        total=now - arrival,
+        cached_tokens=sequence.cached_tokens,
+        preemptions=sequence.preemptions,
+    )
 
 
 def _logprob(result: StepResult, row: int, alternatives: int, whole: bytes = b"") -> TokenLogprob:

@@ -114,6 +114,7 @@ class Delta(msgspec.Struct):
     stop_reason: str | int | None = None
     """The stop string, or the id of the stop token other than the model's own end, that ended the output."""
     metrics: RequestMetrics | None = None
+    """On the first delta with tokens, as of then, and on the last one that the engine ended."""
 
 
 class OutputStream:
@@ -155,7 +156,7 @@ class OutputStream:
         text = self._show(self._pending)[0]
         self._pending = tokens[-1:] if tokens and tokens[-1] in self._hidden else []
         shown, used = self._show(tokens[: len(tokens) - len(self._pending)])
-        delta = Delta(text + shown, tokens, logprobs, event.prompt_logprobs)
+        delta = Delta(text + shown, tokens, logprobs, event.prompt_logprobs, metrics=event.metrics)
         if self._stops is not None and self._stops.matched is not None:
             # The ids end with the one that completes the stop string.
             delta.token_ids = tokens[:used]
@@ -213,8 +214,9 @@ class Output:
         self.logprobs += delta.logprobs or []
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        self.metrics = delta.metrics or self.metrics
         if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason, self.metrics = delta.finish_reason, delta.stop_reason, delta.metrics
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
     def text(self) -> str:

@@ -149,6 +149,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
     """As many as `tokens`, if asked for."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """Sent once, with the first tokens: one a prompt token, None for the first."""
+    metrics: RequestMetrics | None = None
+    """Sent once, with the first tokens: as of then. A request may end without `Finished` being read."""
 
 
 class RequestMetrics(msgspec.Struct, frozen=True):
@@ -180,6 +182,10 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     user_fault: bool
 
 
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+"""Bounds of `Stats.step_tokens`."""
+
+
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """The engine's state; also the proof that it is alive: `last_step` is the age in seconds of its last loop turn."""
 
@@ -197,6 +203,19 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     steps: int
     last_step: float
     memory: dict[str, int] = {}
+    prefix_cache: bool = True
+    kv_pages: tuple[int, ...] = ()
+    """Pages of each cache group that sequences can use."""
+    page_tokens: int = 0
+    step_tokens: tuple[int, ...] = ()
+    """Steps by the tokens that they computed of prompts and generated: counts of a histogram over `STEP_TOKENS`."""
+    step_tokens_sum: int = 0
+    spec_drafts: int = 0
+    """Speculative decoding: sequences' turns in which tokens were proposed for them."""
+    spec_draft_tokens: int = 0
+    spec_accepted_tokens: int = 0
+    spec_accepted_per_position: tuple[int, ...] = ()
+    """Of a draft's first token, second, …: how often it was accepted."""
 
 
 Event = Tokens | Finished | Error | Stats

@@ -113,10 +113,17 @@ class Job:
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all choices, with the choice's index."""
         await self.service.gate.enter()
+        lengths = [0] * len(self.commands)
         with self.service.gate.track(self.id, self.commands):
-            async with aclosing(merge([self.service.run(command) for command in self.commands])) as deltas:
-                async for item in deltas:
-                    yield item
+            try:
+                async with aclosing(merge([self.service.run(command) for command in self.commands])) as deltas:
+                    async for item in deltas:
+                        lengths[item[0]] += len(item[1].token_ids)
+                        yield item
+            finally:
+                each = len(lengths) // len(self.prompts)
+                for start in range(0, len(lengths), each):
+                    self.service.metrics.longest.observe(max(lengths[start : start + each]))
 
     async def collect(self, usage: Usage) -> list[Output]:
         """All choices, whole."""

@@ -7,37 +7,28 @@ token's latency costs one bisection this way.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..histogram import Histogram
 from ..output import Delta
 from ..plan import Plan
-from ..request import Add, RequestMetrics, SamplingParams, Stats
+from ..request import STEP_TOKENS, Add, RequestMetrics, SamplingParams, Stats
 
 PREFIX = "toolkit:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-FINE_SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1.0, 2.5, 5.0))
-COARSE_SECONDS = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
-    240.0,
-    960.0,
+# vLLM's bounds, and finer ones below: small models on fast machines take milliseconds.
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -45,36 +36,16 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 def token_bounds(limit: int) -> tuple[float, ...]:
     """1, 2, 5, 10, … up to a limit."""
     series = (float(base * 10**power) for power in range(12) for base in (1, 2, 5))
-    bounds = []
-    for bound in series:
-        if bound >= limit:
-            break
-        bounds.append(bound)
-    return (*bounds, float(limit))
+    return tuple(bound for bound in series if bound <= limit)
 
 
-class Histogram:
-    """Counts of observations by upper bound."""
+class NamedHistogram(Histogram):
+    """A histogram as it is shown."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        super().__init__(bounds)
         self.name = name
         self.help_text = help_text
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def lines(self, labels: str) -> Iterator[str]:
-        """The samples in Prometheus' text format."""
-        total = 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            yield f'{PREFIX}{self.name}_bucket{{{labels},le="{_number(bound)}"}} {total}'
-        yield f"{PREFIX}{self.name}_sum{{{labels}}} {self._sum}"
-        yield f"{PREFIX}{self.name}_count{{{labels}}} {total}"
 
 
 class Metrics:
@@ -82,63 +53,116 @@ class Metrics:
 
     def __init__(self, plan: Plan, model: str) -> None:
         tokens = token_bounds(plan.model.max_context)
-        self._labels = f'model_name="{_escaped(model)}",engine="0"'
+        self._plan = plan
+        self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.first_token = Histogram("time_to_first_token_seconds", "Time to first token.", FINE_SECONDS)
-        self.inter_token = Histogram("inter_token_latency_seconds", "Time between tokens of a request.", FINE_SECONDS)
-        self.per_token = Histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of a request's output tokens after the first.",
-            FINE_SECONDS,
+
+        def seconds(name: str, help_text: str, bounds: Sequence[float] = REQUEST_SECONDS) -> NamedHistogram:
+            return NamedHistogram(name, help_text, bounds)
+
+        def counts(name: str, help_text: str, bounds: Sequence[float] = tokens) -> NamedHistogram:
+            return NamedHistogram(name, help_text, bounds)
+
+        self.first_token = seconds("time_to_first_token_seconds", "Time to first token.", FIRST_TOKEN_SECONDS)
+        self.inter_token = seconds("inter_token_latency_seconds", "Time between tokens of a request.", TOKEN_SECONDS)
+        self.per_token = seconds(
+            "request_time_per_output_token_seconds", "Mean time of output tokens after the first.", TOKEN_SECONDS
         )
-        self.total = Histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", COARSE_SECONDS)
-        self.queue = Histogram("request_queue_time_seconds", "Time spent waiting.", COARSE_SECONDS)
-        self.inference = Histogram("request_inference_time_seconds", "Time spent running.", COARSE_SECONDS)
-        self.prefill = Histogram("request_prefill_time_seconds", "Time from start to first token.", COARSE_SECONDS)
-        self.decode = Histogram("request_decode_time_seconds", "Time from first to last token.", COARSE_SECONDS)
-        self.prompts = Histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
-        self.outputs = Histogram("request_generation_tokens", "Output tokens of a request.", tokens)
-        self._n = Histogram("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
-        self._max_tokens = Histogram("request_params_max_tokens", "The parameter max_tokens.", tokens)
+        self.total = seconds("e2e_request_latency_seconds", "Time from arrival to the end.")
+        self.queue = seconds("request_queue_time_seconds", "Time spent waiting.")
+        self.inference = seconds("request_inference_time_seconds", "Time spent running.")
+        self.prefill = seconds("request_prefill_time_seconds", "Time from start to first token.")
+        self.decode = seconds("request_decode_time_seconds", "Time from first to last token.")
+        self.prompts = counts("request_prompt_tokens", "Prompt tokens of a request.")
+        self.computed = counts("request_prefill_kv_computed_tokens", "Prompt tokens that no cache had.")
+        self.outputs = counts("request_generation_tokens", "Output tokens of a request.")
+        self.longest = counts("request_max_num_generation_tokens", "Output tokens of the longest of n choices.")
+        self.n = counts("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
+        self.max_tokens = counts("request_params_max_tokens", "The parameter max_tokens.")
 
     def asked(self, params: SamplingParams) -> None:
-        """Record a request's parameters."""
-        self._n.observe(params.n)
-        if params.max_tokens is not None:
-            self._max_tokens.observe(params.max_tokens)
+        """Record a prompt's parameters."""
+        self.n.observe(params.n)
 
     def text(self, stats: Stats | None) -> str:
         """Everything in Prometheus' text format; the engine's own figures only if it answered."""
         lines: list[str] = []
         if stats is not None:
-            lines += self._simple("gauge", "num_requests_running", "Requests running.", stats.running)
-            lines += self._simple("gauge", "num_requests_waiting", "Requests waiting.", stats.waiting)
-            lines += self._simple("gauge", "kv_cache_usage_perc", "Used share of the KV pages, 0 to 1.", stats.kv_usage)
-            lines += self._simple("counter", "prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
-            lines += self._simple("counter", "prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
-            lines += self._simple("counter", "num_preemptions", "Requests put back to waiting.", stats.preemptions)
-        lines += self._simple("counter", "prompt_tokens", "Prompt tokens of answered requests.", self.prompt_tokens)
-        lines += self._simple("counter", "generation_tokens", "Tokens generated.", self.generation_tokens)
-        lines += self._header("counter", "request_success", "Requests ended, by reason.")
-        for reason, count in self.finished.items():
-            lines.append(f'{PREFIX}request_success_total{{{self._labels},finished_reason="{reason}"}} {count}')
-        for histogram in self._histograms():
-            lines += self._header("histogram", histogram.name, histogram.help_text)
-            lines += histogram.lines(self._labels)
+            lines += self._engine(stats)
+        lines += self._single("counter", "prompt_tokens", "Prompt tokens of answered requests.", self.prompt_tokens)
+        lines += self._single("counter", "generation_tokens", "Tokens generated.", self.generation_tokens)
+        reasons = [({"finished_reason": reason}, count) for reason, count in self.finished.items()]
+        lines += self._family("counter", "request_success", "Requests ended, by reason.", reasons)
+        for each in vars(self).values():
+            if isinstance(each, NamedHistogram):
+                lines += self._histogram(each.name, each.help_text, each.bounds, each.counts, each.sum)
         return "\n".join(lines) + "\n"
 
-    def _histograms(self) -> list[Histogram]:
-        return [value for value in vars(self).values() if isinstance(value, Histogram)]
+    def _engine(self, stats: Stats) -> Iterator[str]:
+        yield from self._single("gauge", "num_requests_running", "Requests running.", stats.running)
+        yield from self._single("gauge", "num_requests_waiting", "Requests waiting.", stats.waiting)
+        yield from self._single("gauge", "kv_cache_usage_perc", "Used share of the KV pages, 0 to 1.", stats.kv_usage)
+        yield from self._single("counter", "prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
+        yield from self._single("counter", "prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
+        yield from self._single("counter", "num_preemptions", "Requests put back to waiting.", stats.preemptions)
+        yield from self._histogram(
+            "iteration_tokens_total",
+            "Tokens that a step computed of prompts and generated.",
+            STEP_TOKENS,
+            stats.step_tokens or [0] * (len(STEP_TOKENS) + 1),
+            stats.step_tokens_sum,
+        )
+        yield from self._single("counter", "spec_decode_num_drafts", "Drafts proposed.", stats.spec_drafts)
+        yield from self._single("counter", "spec_decode_num_draft_tokens", "Tokens of drafts.", stats.spec_draft_tokens)
+        yield from self._single(
+            "counter", "spec_decode_num_accepted_tokens", "Tokens of drafts accepted.", stats.spec_accepted_tokens
+        )
+        accepted = [({"position": str(place)}, count) for place, count in enumerate(stats.spec_accepted_per_position)]
+        yield from self._family(
+            "counter", "spec_decode_num_accepted_tokens_per_pos", "Accepted, by place in the draft.", accepted
+        )
+        yield from self._family("gauge", "cache_config_info", "The KV cache.", [(self._cache(stats), 1)])
 
-    def _simple(self, kind: str, name: str, help_text: str, value: float) -> list[str]:
-        suffix = "_total" if kind == "counter" else ""
-        return [*self._header(kind, name, help_text), f"{PREFIX}{name}{suffix}{{{self._labels}}} {value}"]
+    def _cache(self, stats: Stats) -> dict[str, str]:
+        """Labels by vLLM's names: `num_gpu_blocks` are pages, on whatever device they are."""
+        caches = self._plan.caches
+        return {
+            "block_size": str(stats.page_tokens),
+            "cache_dtype": ",".join(dict.fromkeys(cache.dtype for cache in caches)),
+            "enable_prefix_caching": str(stats.prefix_cache),
+            "num_gpu_blocks": str(sum(stats.kv_pages)),
+            "kv_cache_memory_bytes": str(stats.memory.get("kv", 0)),
+        }
 
-    def _header(self, kind: str, name: str, help_text: str) -> list[str]:
-        suffix = "_total" if kind == "counter" else ""
-        return [f"# HELP {PREFIX}{name}{suffix} {help_text}", f"# TYPE {PREFIX}{name}{suffix} {kind}"]
+    # --- Prometheus' text format --------------------------------------------------------------------------------------
+
+    def _single(self, kind: str, name: str, help_text: str, value: float) -> Iterator[str]:
+        return self._family(kind, name, help_text, [({}, value)])
+
+    def _family(
+        self, kind: str, name: str, help_text: str, samples: Iterable[tuple[Mapping[str, str], float]]
+    ) -> Iterator[str]:
+        full = PREFIX + name + ("_total" if kind == "counter" else "")
+        yield f"# HELP {full} {help_text}"
+        yield f"# TYPE {full} {kind}"
+        for labels, value in samples:
+            yield f"{full}{self._shown(labels)} {value}"
+
+    def _histogram(
+        self, name: str, help_text: str, bounds: Sequence[float], counts: Sequence[int], total: float
+    ) -> Iterator[str]:
+        yield from self._family("histogram", name, help_text, ())
+        below = 0
+        for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+            below += count
+            yield f"{PREFIX}{name}_bucket{self._shown({'le': _number(bound)})} {below}"
+        yield f"{PREFIX}{name}_sum{self._shown({})} {total}"
+        yield f"{PREFIX}{name}_count{self._shown({})} {below}"
+
+    def _shown(self, labels: Mapping[str, str]) -> str:
+        return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in {**self._labels, **labels}.items()) + "}"
 
 
 class RequestTimer:
@@ -146,53 +170,66 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics, command: Add) -> None:
         self._metrics = metrics
-        self._prompt = len(command.prompt)
-        self._arrival = self._last = command.arrival
+        self._command = command
+        self._last = command.arrival
         self._first = 0.0
-        self._count = 0
-        self._reason: str | None = "abort"
-        self._engine: RequestMetrics | None = None
+        self._ended = False  # by the engine, rather than by a stop string or the client
+        self.tokens = 0
+        self.reason: str | None = "abort"
+        self.engine: RequestMetrics | None = None
+        """What the engine told last."""
 
     def delta(self, delta: Delta) -> None:
         """Note what arrived."""
+        if delta.metrics is not None:
+            self.engine = delta.metrics
         if delta.finish_reason is not None:
-            self._reason, self._engine = delta.finish_reason, delta.metrics
-        if not delta.token_ids:
+            self.reason = delta.finish_reason
+            self._ended = delta.metrics is not None
+        count = len(delta.token_ids)
+        if not count:
             return
         metrics, now = self._metrics, time.monotonic()
-        if self._count == 0:
-            self._first = now - self._arrival
-            metrics.prompt_tokens += self._prompt
-            metrics.first_token.observe(self._first)
-        else:
-            metrics.inter_token.observe(now - self._last)
+        if self.tokens == 0:
+            self._first = self._last = now
+            metrics.prompt_tokens += len(self._command.prompt)
+            metrics.first_token.observe(now - self._command.arrival)
+            count -= 1
+        if count:
+            metrics.inter_token.observe((now - self._last) / count, count)
         self._last = now
-        self._count += len(delta.token_ids)
+        self.tokens += len(delta.token_ids)
         metrics.generation_tokens += len(delta.token_ids)
 
     def refused(self) -> None:
         """The request was none; it is not counted."""
-        self._reason = None
+        self.reason = None
 
     def failed(self) -> None:
-        self._reason = "error"
+        self.reason = "error"
 
     def end(self) -> None:
         """Record it."""
-        if self._reason is None:
+        if self.reason is None:
             return
-        metrics, total = self._metrics, self._last - self._arrival
-        metrics.finished[self._reason] += 1
-        metrics.prompts.observe(self._prompt)
-        metrics.outputs.observe(self._count)
+        metrics, command, count = self._metrics, self._command, self.tokens
+        total = time.monotonic() - command.arrival
+        metrics.finished[self.reason] += 1
+        metrics.prompts.observe(len(command.prompt))
+        metrics.outputs.observe(count)
         metrics.total.observe(total)
-        if self._count > 1:
-            metrics.per_token.observe((total - self._first) / (self._count - 1))
-        if self._engine is not None:
-            metrics.queue.observe(self._engine.queue)
-            metrics.inference.observe(self._engine.total - self._engine.queue)
-            metrics.prefill.observe(self._engine.first_token - self._engine.queue)
-            metrics.decode.observe(self._engine.total - self._engine.first_token)
+        if command.params.max_tokens is not None:
+            metrics.max_tokens.observe(command.params.max_tokens)
+        if count > 1:
+            metrics.per_token.observe((self._last - self._first) / (count - 1))
+        if self.engine is not None:
+            engine = self.engine
+            end = engine.total if self._ended else self._last - command.arrival
+            metrics.computed.observe(len(command.prompt) - engine.cached_tokens)
+            metrics.queue.observe(engine.queue)
+            metrics.inference.observe(end - engine.queue)
+            metrics.prefill.observe(engine.first_token - engine.queue)
+            metrics.decode.observe(end - engine.first_token)
 
 
 def _escaped(value: str) -> str:
@@ -200,4 +237,4 @@ def _escaped(value: str) -> str:
 
 
 def _number(value: float) -> str:
-    return "+Inf" if value == float("inf") else f"{value:g}"
+    return "+Inf" if value == float("inf") else str(float(value))

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import httpx
 import openai
 import pytest
 from e2e.serving import ServerProcess, StartServer
+from prometheus_client.parser import text_string_to_metric_families
 
 QUESTION: list[dict[str, str]] = [
     {"role": "system", "content": "You answer in one short sentence."},
@@ -52,6 +55,52 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> float:
 def metric(server: ServerProcess, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics").text
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"toolkit:{name}{{"))
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def scrape(server: ServerProcess) -> dict[str, float]:
+    """Samples by name, those that differ only in labels summed."""
+    found: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        for sample in family.samples:
+            found[sample.name.removeprefix("toolkit:")] += sample.value
+    return found
+
+
+def test_ten_requests_of_ten_tokens_are_counted_exactly(server: ServerProcess) -> None:
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+    before = scrape(server)
+
+    def one(_: int) -> int:
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(10) as pool:
+        assert set(pool.map(one, range(10))) == {200}
+    after = scrape(server)
+    change = {name: after[name] - before[name] for name in after}
+    exact = {
+        "prompt_tokens_total": 40,
+        "generation_tokens_total": 100,
+        "request_success_total": 10,
+        "inter_token_latency_seconds_count": 90,
+        "iteration_tokens_total_sum": 140 - change["prefix_cache_hits_total"],
+        "prefix_cache_queries_total": 40,
+        "request_prefill_kv_computed_tokens_sum": 40 - change["prefix_cache_hits_total"],
+    }
+    each = ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time")
+    exact |= {f"{name}_seconds_count": 10 for name in (*each, "request_decode_time", "request_inference_time")}
+    assert {name: change[name] for name in exact} == exact
+
+
+def test_gauges_are_zero_soon_after_aborts(server: ServerProcess) -> None:
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    body = {"prompt": [5, 6, 7, 8], "n": 24, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+        wait_until(lambda: all(metric(server, name) > 0 for name in gauges[::2]), 10)
+    assert wait_until(lambda: all(metric(server, name) == 0 for name in gauges), 10) < 10
 
 
 # --- structured output ------------------------------------------------------------------------------------------------

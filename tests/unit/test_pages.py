@@ -10,12 +10,15 @@ from pathlib import Path
 
 import click
 import pytest
+from unit.runtime.server.fakes import make_plan
 
 from toolkit.cli.main import group
 from toolkit.compiler.lower import RULES
 from toolkit.kernels_templates.registry import FAMILIES
 from toolkit.models.coverage import PROOFS, Architecture, architectures
 from toolkit.runtime.env import describe_env
+from toolkit.runtime.request import Stats
+from toolkit.runtime.server.metrics import Metrics
 from toolkit.runtime.server.openai import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parents[2]
@@ -165,8 +168,8 @@ def test_fields(kind: type[ChatRequest | CompletionRequest]) -> None:
 
 
 def test_metrics() -> None:
-    code = (ROOT / "runtime/server/metrics.py").read_text()
-    names = re.findall(r'(?:Histogram\(|_simple\("\w+", |_header\("\w+", )\s*"(\w+)"', code)
     text = page("server").partition("## Metrics")[2].partition("\n## ")[0]
-    assert len(names) > 15
-    assert {name for name in names if f"`{name}`" not in text and f"`{name}_total`" not in text} == set()
+    stats = Stats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0.0)
+    names = re.findall(r"^# TYPE toolkit:(\w+)", Metrics(make_plan(), "model").text(stats), re.MULTILINE)
+    assert len(names) > 25
+    assert {name for name in names if f"`{name}`" not in text} == set()

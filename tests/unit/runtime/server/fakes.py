@@ -131,7 +131,9 @@ class FakeEngine:
                 yield self.error
                 return
             logprobs = None if params.logprobs is None else [self._logprob(token, params.logprobs)]
-            yield Tokens(name, [token], logprobs, self._prompt_logprobs(command) if index == 0 else None)
+            first = index == 0
+            prompt_logprobs = self._prompt_logprobs(command) if first else None
+            yield Tokens(name, [token], logprobs, prompt_logprobs, self._metrics(command) if first else None)
             if token in params.stop_token_ids:
                 yield Finished(name, "stop", token, self._metrics(command))
                 return
