@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +21,10 @@ from .roofline import H200, read_bandwidth, seconds_per_token
 from .units import size
 
 SHOWN_NOTES = 4
+COLLECT = (100_000, 50, 1_000)
+"""How seldom to look for garbage: nearly every object of a compilation stays to its end, and to visit them all each
+time that they have grown by a quarter takes a second of six.
+"""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -114,6 +119,11 @@ class Summary(msgspec.Struct, frozen=True):
     "--explain-missing", is_flag=True, help="Only say what keeps MODEL from being compiled; needs no weights."
 )
 @click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option(
+    "--no-reuse",
+    is_flag=True,
+    help="Hash the model's files, capture and pack anew, whatever earlier compilations have left in the cache.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def command(
     *,
@@ -137,6 +147,7 @@ def command(
     dump_ir: Path | None,
     explain_missing: bool,
     force: bool,
+    no_reuse: bool,
     as_json: bool,
 ) -> int:
     """Turn MODEL into a plan.
@@ -164,6 +175,7 @@ def command(
         )
         click.echo(msgspec.json.encode(found)) if as_json else print_missing(found)
         return 2 if found.missing else 0
+    gc.set_threshold(*COLLECT)
     console = Console(stderr=True)
     with TerminalPhases(console) if console.is_terminal and not as_json else Phases() as phases:
         path = compile_model(
@@ -186,6 +198,7 @@ def command(
             alternatives=alternatives,
             dump_ir=dump_ir,
             force=force,
+            reuse=not no_reuse,
             progress=phases,
         )
     plan = read_plan(path)

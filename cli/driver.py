@@ -59,6 +59,7 @@ def compile(
     alternatives: int = 0,
     dump_ir: str | Path | None = None,
     force: bool = False,
+    reuse: bool = True,
     progress: Phases | None = None,
 ) -> Path:
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
@@ -71,7 +72,8 @@ def compile(
     a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU plan
     carries up to so many `alternatives` to each linear layer's kernel, for `toolkit tune`; `dump_ir` is a directory
     that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing
-    one is replaced only with `force`; whatever fails leaves no half plan. Raises UserError for what can't be used.
+    one is replaced only with `force`; whatever fails leaves no half plan. Without `reuse` the model's files are hashed,
+    captured and packed as if no earlier compilation had done it. Raises UserError for what can't be used.
     """
     chosen, seed, wanted_kv = parse_target(target), _random_seed(weights), parse_kv_dtype(kv_cache_dtype)
     _check_options(chosen, alternatives, generator=generator, tuning=tuning, deterministic=deterministic)
@@ -88,13 +90,15 @@ def compile(
         from ..models.source import open_model
         from ..passes.quantization import Quantization
     with phases.phase("Open"), _no_collection():
-        opened = open_model(str(model), dtype=dtype, random=seed is not None)
+        opened = open_model(str(model), dtype=dtype, random=seed is not None, reuse=reuse)
         quantization = Quantization.parse(quant, opened.dtype)
         bounds = chosen.bounds(model_context(opened, chosen), max_batch, max_context)
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")
     with staged(destination, force=force) as folder, TemporaryDirectory(dir=folder) as spool:
         with phases.phase("Capture"):
-            captured = recall.captured_graph(opened.config, dtype=opened.dtype, bounds=bounds, tensors=opened.weights)
+            captured = recall.captured_graph(
+                opened.config, dtype=opened.dtype, bounds=bounds, tensors=opened.weights, reuse=reuse
+            )
             text = tokenizer.write_text(opened, folder)
         with phases.phase("Calibrate") if calibrate is not None else nullcontext():
             source, notes = _calibrated(
@@ -133,6 +137,7 @@ def compile(
                 checkpoint=opened.hashes if calibrate is None else None,
                 progress=phases.advance,
                 random=seed is not None,
+                reuse=reuse,
             )
         with phases.phase("Write"):
             onnx_io.write_onnx(captured, folder / "graph.onnx")

@@ -1,11 +1,13 @@
-"""Packed weights of earlier compilations: where the same ones were written before, they are copied and not made anew.
+"""Packed weights of earlier compilations: where the same ones were written before, they are taken over, not made anew.
 
-The cache of compiled objects remembers, under a hash of all that decides the bytes, what was written and where. A copy
-is hashed on its way, so a plan that was changed, moved or deleted since costs no more than packing again.
+The cache of compiled objects remembers, under a hash of all that decides the bytes, what was written and where. Of the
+plan that the new one replaces, the file itself is taken; another plan's is copied, so that no two plans share one.
+Either is hashed again, so a plan that was changed, moved or deleted since costs no more than packing again.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -46,14 +48,16 @@ def packed_weights(
     checkpoint: Mapping[str, str] | None,
     progress: Callable[[str, int, int], None] | None = None,
     random: bool = False,
+    reuse: bool = True,
 ) -> PackedWeights:
     """As `pack_weights`, for a plan that will be at `plan`; `checkpoint` has the SHA-256 of each of its files if they
-    decide the weights, as they do not after calibration. Random weights are not stored, and so not copied.
+    decide the weights, as they do not after calibration. Random weights are not stored, and so not reused; others are
+    packed in any case without `reuse`.
     """
     if checkpoint is None or random:
         return weights_pack.pack_weights(weights, source, directory, progress, random=random)
     key = weights_key(weights, checkpoint)
-    found = reuse_weights(key, directory, progress)
+    found = reuse_weights(key, directory, plan, progress) if reuse else None
     packed = weights_pack.pack_weights(weights, source, directory, progress) if found is None else found
     remember_weights(key, packed, plan)
     return packed
@@ -74,30 +78,52 @@ def weights_key(weights: Mapping[str, Weight], checkpoint: Mapping[str, str]) ->
 
 
 def reuse_weights(
-    key: str, directory: Path, progress: Callable[[str, int, int], None] | None = None
+    key: str, directory: Path, plan: Path, progress: Callable[[str, int, int], None] | None = None
 ) -> PackedWeights | None:
-    """Copy the weights of this key into `directory`, or None where they are not to be had any more."""
+    """The weights of this key in `directory`, which becomes `plan`; None where they are not to be had any more."""
+    target = directory / FILE
     try:
         before = msgspec.json.decode(cached_path(key, _SUFFIX).read_bytes(), type=_Written)
         (file,) = before.files
-        with (Path(before.place) / FILE).open("rb") as source, (directory / FILE).open("wb") as target:
-            with ThreadPoolExecutor(1) as thread:
-                digest = thread.submit(hashlib.file_digest, source, "sha256")
-                _copy(source.fileno(), target.fileno(), progress)
-            if digest.result().hexdigest() != file.sha256:
-                return None
+        place = Path(before.place)
+        with (place / FILE).open("rb") as source, ThreadPoolExecutor(1) as thread:
+            digest = thread.submit(hashlib.file_digest, source, "sha256")
+            if not (place == plan.resolve() and _linked(place / FILE, target)):
+                _copy(source.fileno(), target, progress)
+            if digest.result().hexdigest() == file.sha256:
+                return PackedWeights(before.entries, before.files, before.notes)
     except (OSError, ValueError):  # deleted, or the cache's entry is damaged
-        return None
-    return PackedWeights(before.entries, before.files, before.notes)
+        pass
+    target.unlink(missing_ok=True)  # it may be the file of the plan that is still there
+    return None
 
 
-def _copy(source: int, target: int, progress: Callable[[str, int, int], None] | None) -> None:
-    """Copy a whole file within the kernel."""
+def _linked(source: Path, target: Path) -> bool:
+    """Give the file a second name. The first goes with its plan when the new one takes that one's place."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without
+        return False
+    return True
+
+
+def _copy(source: int, target: Path, progress: Callable[[str, int, int], None] | None) -> None:
+    """Copy a whole file within the kernel, which shares its blocks where the file system can."""
     size, done = os.fstat(source).st_size, 0
-    while count := os.sendfile(target, source, done, _BLOCK):
-        done += count
-        if progress is not None:
-            progress(FILE, done, size)
+    with target.open("wb") as out:
+        while count := _copy_block(source, done, out.fileno()):
+            done += count
+            if progress is not None:
+                progress(FILE, done, size)
+
+
+def _copy_block(source: int, at: int, target: int) -> int:
+    try:
+        return os.copy_file_range(source, target, _BLOCK, at)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+        return os.sendfile(target, source, at, _BLOCK)  # between file systems
 
 
 def remember_weights(key: str, packed: PackedWeights, plan: Path) -> None:

@@ -27,8 +27,11 @@ from ..compiler.text import constants, parse_graph, print_graph
 PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 
 
-def captured_graph(config: PreTrainedConfig, *, dtype: str, bounds: Bounds, tensors: Iterable[str]) -> Graph:
+def captured_graph(
+    config: PreTrainedConfig, *, dtype: str, bounds: Bounds, tensors: Iterable[str], reuse: bool = True
+) -> Graph:
     """The graph that `models.capture` makes of a model whose checkpoint has these tensors; raises what it raises.
+    Without `reuse` it is captured in any case.
 
     Architectures that transformers does not bring itself are captured each time: their sources may be anywhere.
     """
@@ -47,7 +50,7 @@ def captured_graph(config: PreTrainedConfig, *, dtype: str, bounds: Bounds, tens
     def make(path: Path) -> None:
         _write(capture(), path)
 
-    path = cached(key, ".graph", make)
+    path = cached(key, ".graph", make, again=not reuse)
     try:
         return _read(path)
     except (OSError, ValueError):  # damaged

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,6 +16,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..compiler.digests import file_digest
 from ..compiler.weights import TensorSource
 from ..runtime.encodings import Encoding, FloatName
 from ..runtime.errors import UserError, brief, foreign_errors, shown
@@ -61,28 +61,29 @@ class OpenedModel:
     """What a user should know of how it is stored, one sentence each."""
 
 
-def open_model(model: str, *, dtype: str = "auto", random: bool = False) -> OpenedModel:
+def open_model(model: str, *, dtype: str = "auto", random: bool = False, reuse: bool = True) -> OpenedModel:
     """Open a directory, a `.gguf` file or a hub id (`owner/name`).
 
     `dtype` "auto" is the checkpoint's own. With `random` only config.json is needed, and the weights are shapes alone.
-    Raises UserError for whatever cannot be used.
+    With `reuse`, hashes of files that did not change are taken from the cache. Raises UserError for whatever cannot be
+    used.
     """
     if dtype not in ("auto", *get_args(FloatName)):
         raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
     path = Path(model).expanduser()
     if os.path.isfile(path):
-        return _open_gguf(path, dtype, random)
+        return _open_gguf(path, dtype, random, reuse)
     if os.path.isdir(path):
-        return _open_directory(path, dtype, random)
+        return _open_directory(path, dtype, random, reuse)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        return _open_directory(_download(model, not random), dtype, random, name=model)
+        return _open_directory(_download(model, not random), dtype, random, reuse, name=model)
     raise UserError(f"There is no model at {model}: give a directory, a .gguf file or a hub id such as owner/name.")
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -> OpenedModel:
+def _open_directory(directory: Path, dtype: str, random: bool, reuse: bool, name: str = "") -> OpenedModel:
     config = _read_config(directory)
     used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TEXT_FILES)]
     weights: TensorSource
@@ -102,7 +103,7 @@ def _open_directory(directory: Path, dtype: str, random: bool, name: str = "") -
         config=config,
         weights=weights,
         dtype=_chosen(dtype, stored),
-        hashes=_hashes(file for file in used if file.is_file()),
+        hashes=_hashes((file for file in used if file.is_file()), reuse),
         text=TextFiles(directory=directory) if any((directory / file).is_file() for file in _TOKENIZER_FILES) else None,
         eos_token_ids=eos,
         bos_token_id=bos,
@@ -262,7 +263,7 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
+def _open_gguf(path: Path, dtype: str, random: bool, reuse: bool) -> OpenedModel:
     file = read_gguf(path)
     values = config_values(file)
     check_sizes(values, path.name)
@@ -277,7 +278,7 @@ def _open_gguf(path: Path, dtype: str, random: bool) -> OpenedModel:
         config=config,
         weights=weights,
         dtype=stored,
-        hashes=_hashes([path]),
+        hashes=_hashes([path], reuse),
         text=TextFiles(metadata=file.metadata) if "tokenizer.ggml.tokens" in file.metadata else None,
         eos_token_ids=end_tokens(file.metadata),
         bos_token_id=config.bos_token_id,
@@ -310,16 +311,12 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def _hashes(files: Iterable[Path]) -> dict[str, str]:
+def _hashes(files: Iterable[Path], reuse: bool) -> dict[str, str]:
     """SHA-256 by file name, files in parallel."""
-
-    def sha256(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     paths = list(files)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return dict(zip((path.name for path in paths), pool.map(sha256, paths), strict=True))
+        digests = pool.map(partial(file_digest, reuse=reuse), paths)
+        return dict(zip((path.name for path in paths), digests, strict=True))
 
 
 def _download(model: str, weights: bool) -> Path:

@@ -1,18 +1,20 @@
-"""Weights that an earlier compilation packed are copied, and only they."""
+"""Weights that an earlier compilation packed are taken over, and only they."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from toolkit.cli.driver import compile as compile_model
-from toolkit.compiler import weights_pack
+from toolkit.compiler import onnx_io, weights_pack
 from toolkit.compiler.cache import cached_path
 from toolkit.compiler.ir import Param, Value
 from toolkit.compiler.lowered import Weight
@@ -20,6 +22,7 @@ from toolkit.compiler.shapes import TensorType
 from toolkit.compiler.weights import Constant, Piece, Recipe
 from toolkit.compiler.weights_reuse import remember_weights, reuse_weights, weights_key
 from toolkit.runtime.encodings import FLOAT32, INT4
+from toolkit.runtime.errors import UserError
 
 from .test_compile import files_of, make_model
 
@@ -38,6 +41,11 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(weights_pack, "pack_weights", counted)
     return found
+
+
+def digests(plan: Path) -> dict[str, str]:
+    """SHA-256 of each file of a plan."""
+    return {str(path.relative_to(plan)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(plan)}
 
 
 def save_model(folder: Path) -> None:
@@ -62,9 +70,49 @@ def test_a_second_compilation_packs_nothing_and_gives_the_same_bytes(tmp_path: P
     assert len(packings) == 1
     compile_model(model, output=tmp_path / "other", quant="int4")
     assert len(packings) == 2
+    compile_model(model, output=tmp_path / "second", quant="int8", force=True, reuse=False)
+    assert len(packings) == 3
     save_model(model)
     compile_model(model, output=tmp_path / "changed", quant="int8")
-    assert len(packings) == 3
+    assert len(packings) == 4
+
+
+def test_only_a_plan_that_is_replaced_gives_its_file(tmp_path: Path, packings: list[Path]) -> None:
+    model, plan, other = tmp_path / "model", tmp_path / "plan", tmp_path / "other"
+    save_model(model)
+    file, bytes_ = compile_model(model, output=plan) / weights_pack.FILE, digests(plan)
+    first = file.stat()
+    compile_model(model, output=plan, force=True)
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    assert file.stat().st_nlink == 1
+    compile_model(model, output=other)
+    assert file.stat().st_nlink == 1
+    assert digests(other) == digests(plan) == bytes_
+    assert len(packings) == 1
+
+
+def test_a_failure_leaves_the_plan_that_was_to_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plan = tmp_path / "model", tmp_path / "plan"
+    save_model(model)
+    compile_model(model, output=plan)
+    before = digests(plan)
+    monkeypatch.setattr(onnx_io, "write_onnx", Mock(side_effect=UserError("no")))
+    with pytest.raises(UserError, match="no"):
+        compile_model(model, output=plan, force=True)
+    assert digests(plan) == before
+    assert (plan / weights_pack.FILE).stat().st_nlink == 1
+    assert set(tmp_path.iterdir()) == {model, plan}
+
+
+def test_a_damaged_plan_is_mended_by_compiling_it_again(tmp_path: Path, packings: list[Path]) -> None:
+    model, plan = tmp_path / "model", tmp_path / "plan"
+    save_model(model)
+    file = compile_model(model, output=plan) / weights_pack.FILE
+    before, content = digests(plan), file.read_bytes()
+    file.write_bytes(content[:-1] + b"x")
+    compile_model(model, output=plan, force=True)
+    assert digests(plan) == before
+    assert len(packings) == 2
 
 
 def test_what_is_not_there_any_more_is_packed_again(tmp_path: Path, packings: list[Path]) -> None:
@@ -115,8 +163,8 @@ def test_all_that_decides_the_bytes_is_in_the_key() -> None:
 
 def test_a_damaged_entry_is_no_entry(tmp_path: Path) -> None:
     key = weights_key({"w": weight()}, {"x": str(np.random.default_rng().random())})
-    assert reuse_weights(key, tmp_path) is None
+    assert reuse_weights(key, tmp_path, tmp_path) is None
     remember_weights(key, weights_pack.PackedWeights({}, ()), tmp_path)
-    assert reuse_weights(key, tmp_path) is None
+    assert reuse_weights(key, tmp_path, tmp_path) is None
     cached_path(key, ".weights").write_bytes(b"{")
-    assert reuse_weights(key, tmp_path) is None
+    assert reuse_weights(key, tmp_path, tmp_path) is None

@@ -80,6 +80,14 @@ def test_a_remembered_graph_is_the_captured_one(case: str, captures: list[Graph]
     assert print_graph(second) == print_graph(captures[0])
 
 
+def test_without_reuse_a_graph_is_captured_and_remembered_anew(stubbed: list[Graph]) -> None:
+    recalled()
+    assert recalled(reuse=False) == some_graph()
+    assert len(stubbed) == 2
+    recalled()
+    assert len(stubbed) == 2
+
+
 def test_where_a_model_lies_does_not_matter(captures: list[Graph]) -> None:
     for place in ("/a/model", "/b/model"):
         config = tiny_config("llama")
