@@ -96,9 +96,11 @@ def test_ten_requests_of_ten_tokens_are_counted_exactly(server: ServerProcess) -
 
 def test_gauges_are_zero_soon_after_aborts(server: ServerProcess) -> None:
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    body = {"prompt": [5, 6, 7, 8], "n": 24, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    body = {"prompt": [5, 6, 7, 8], "n": 24, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-        next(response.iter_lines())
+        assert response.status_code == 200
+        lines = response.iter_lines()  # which closes the response when dropped
+        next(lines)
         wait_until(lambda: all(metric(server, name) > 0 for name in gauges[::2]), 10)
     assert wait_until(lambda: all(metric(server, name) == 0 for name in gauges), 10) < 10
 
