@@ -11,6 +11,7 @@ from ..runtime.errors import UserError
 from ..runtime.options import EngineOptions
 from .options import engine_options
 
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 
 
@@ -55,6 +56,11 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 @click.option("--ssl-ca-certs", type=_FILE, help="Authorities of which clients must have a certificate.")
 @click.option("--tool-call-parser", help="Form of tool calls, such as hermes; otherwise told by the chat template.")
 @click.option("--reasoning-parser", help="Form of reasoning, such as qwen3; otherwise told by the chat template.")
+@click.option(
+    "--log-format", type=click.Choice(("text", "json")), default="text", show_default=True, help="Form of logs."
+)
+@click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True, help="Least level of logs.")
+@click.option("--enable-log-requests", is_flag=True, help="Log requests' parameters; at level debug also prompts.")
 @engine_options
 def command(
     *,

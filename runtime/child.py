@@ -23,6 +23,7 @@ from .errors import UserError
 from .loop import run_loop
 from .options import EngineOptions
 from .request import Command, Error, Event
+from .stderr import patient_stderr
 
 LINGER_SECONDS = 2
 """How long the last events may take to leave."""
@@ -81,6 +82,7 @@ def check_parent(parent: int) -> None:
         os._exit(1)
 
 
+@patient_stderr()
 def main(arguments: list[str], open_engine: OpenEngine = open_engine) -> int:
     """Serve until told to stop; the exit code."""
     address, parent, directory, options = arguments

@@ -1,27 +1,25 @@
-"""What stands before the application: API keys, request ids, and origins that browsers may call from."""
+"""What stands before the application: API keys, records of requests, and origins that browsers may call from."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import uuid
 from collections.abc import Sequence
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import ApiError, error_response, route_path
 from .options import HttpOptions
+from .record import REQUEST_ID, Observer, Recorded
 
 OPEN_ROUTES = frozenset({"/health", "/ready"})
 """Routes that need no key: whoever watches the server has none."""
-REQUEST_ID = "x-request-id"
-_MAX_ID = 128
 
 
-def guarded(app: ASGIApp, options: HttpOptions) -> ASGIApp:
+def guarded(app: ASGIApp, options: HttpOptions, observers: Sequence[Observer] = ()) -> ASGIApp:
     """The application behind what the options ask for. Preflights of browsers carry no key, so CORS comes first."""
     if options.api_keys:
         app = KeyCheck(app, options.api_keys)
@@ -34,7 +32,7 @@ def guarded(app: ASGIApp, options: HttpOptions) -> ASGIApp:
             allow_credentials=options.cors_credentials,
             expose_headers=[REQUEST_ID],
         )
-    return RequestIds(app)
+    return Recorded(app, observers)
 
 
 class KeyCheck:
@@ -60,21 +58,3 @@ class KeyCheck:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-class RequestIds:
-    """Answers every request with its `x-request-id`: the client's own, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        identity = given if given and len(given) <= _MAX_ID else uuid.uuid4().hex
-
-        async def labeled(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = identity
-            await send(message)
-
-        await self._app(scope, receive, labeled)

@@ -170,9 +170,11 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics, command: Add) -> None:
         self._metrics = metrics
-        self._command = command
+        self.command = command
         self._last = command.arrival
         self._first = 0.0
+        self.seconds = 0.0
+        """From arrival to the end, once it is there."""
         self._ended = False  # by the engine, rather than by a stop string or the client
         self.tokens = 0
         self.reason: str | None = "abort"
@@ -192,8 +194,8 @@ class RequestTimer:
         metrics, now = self._metrics, time.monotonic()
         if self.tokens == 0:
             self._first = self._last = now
-            metrics.prompt_tokens += len(self._command.prompt)
-            metrics.first_token.observe(now - self._command.arrival)
+            metrics.prompt_tokens += len(self.command.prompt)
+            metrics.first_token.observe(now - self.command.arrival)
             count -= 1
         if count:
             metrics.inter_token.observe((now - self._last) / count, count)
@@ -210,14 +212,14 @@ class RequestTimer:
 
     def end(self) -> None:
         """Record it."""
+        metrics, command, count = self._metrics, self.command, self.tokens
+        self.seconds = time.monotonic() - command.arrival
         if self.reason is None:
             return
-        metrics, command, count = self._metrics, self._command, self.tokens
-        total = time.monotonic() - command.arrival
         metrics.finished[self.reason] += 1
         metrics.prompts.observe(len(command.prompt))
         metrics.outputs.observe(count)
-        metrics.total.observe(total)
+        metrics.total.observe(self.seconds)
         if command.params.max_tokens is not None:
             metrics.max_tokens.observe(command.params.max_tokens)
         if count > 1:

@@ -1,14 +1,18 @@
-"""How the server is reached."""
+"""How the server is reached, and what it tells."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How the server is reached. Names are those of the flags."""
+    """How the server is reached, and what it tells. Names are those of the flags."""
 
     api_keys: tuple[str, ...] = ()
     """Any of them opens every route; none: all is open."""
@@ -26,3 +30,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: Path | None = None
     """Clients must then have a certificate of these authorities."""
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+    enable_log_requests: bool = False
+    """Log parameters of requests when they arrive; with the level `debug` also prompts."""

@@ -7,7 +7,6 @@ import errno
 import signal
 import socket
 import ssl
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..options import EngineOptions
+from ..stderr import patient_stderr
 from .options import HttpOptions
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ DRAIN_SECONDS = 30
 KEEP_ALIVE_SECONDS = 60
 
 
+@patient_stderr()
 def serve(
     directory: Path,
     options: EngineOptions,
@@ -56,8 +57,10 @@ def serve(
     engine = spawn_engine(directory, options)
     # What follows is imported while the engine loads.
     from ..prompt import Prompts
+    from .logs import configure_logs
     from .service import Service
 
+    configure_logs(http.log_format, http.log_level, requests=http.enable_log_requests)
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan, **parsers))
     try:
@@ -130,6 +133,8 @@ def _address(listener: socket.socket, tls: bool) -> str:
 async def _serve(
     service: Service, engine: ProcessEngine, server: Server, listener: socket.socket, began: float
 ) -> None:
+    from .logs import log_serving
+
     address = _address(listener, server.config.ssl is not None)
     service.start()
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -137,8 +142,7 @@ async def _serve(
     try:
         await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is None:
-            seconds = time.monotonic() - began
-            print(f"Serving {service.model} at {address} after {seconds:.2f} s", file=sys.stderr, flush=True)
+            log_serving(service.model, address, time.monotonic() - began)
         elif ready.done():
             server.should_exit = server.force_exit = True
         await serving
@@ -161,6 +165,7 @@ def _make_server(service: Service, http: HttpOptions, tls: ssl.SSLContext | None
 
     from .app import create_app
     from .http import guarded
+    from .logs import log_request
 
     class GracefulServer(Server):
         """Ends by itself on a signal, where the base class would raise the signal again and skip our own clean-up."""
@@ -179,7 +184,7 @@ def _make_server(service: Service, http: HttpOptions, tls: ssl.SSLContext | None
             self.should_exit = True
 
     config = Config(
-        guarded(create_app(service), http),
+        guarded(create_app(service), http, [log_request]),
         root_path=http.root_path,
         loop="asyncio",
         http="auto",

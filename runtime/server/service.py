@@ -16,7 +16,9 @@ from ..plan import Plan
 from ..prompt import Prompt, Prompts
 from ..request import Add, Stats
 from .errors import ApiError
+from .logs import log_arrival, wants_arrivals
 from .metrics import Metrics, RequestTimer
+from .record import current_record
 
 if TYPE_CHECKING:
     from ..client import AsyncEngine
@@ -86,8 +88,13 @@ class Service:
 
         Raises UserError if the engine refuses the request, InternalError or ApiError(503) if it fails or is dead.
         """
-        stream = OutputStream(command, (await self.prompts()).tokenizer)
+        prompts, record = await self.prompts(), current_record.get()
+        stream = OutputStream(command, prompts.tokenizer)
         timer = RequestTimer(self.metrics, command)
+        if record is not None:
+            record.choices.append(timer)
+            if wants_arrivals():
+                log_arrival(record.id, command, prompts)
         try:
             async with aclosing(self.engine.generate(command)) as events:
                 async for event in events:

@@ -328,6 +328,37 @@ def test_too_little_memory_is_said_in_one_sentence(smollm2_plan: Path) -> None:
     assert "--memory" in line
 
 
+def test_a_full_disk_under_the_log_stops_nothing(smollm2_plan: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "toolkit.cli.main", "serve", str(smollm2_plan), "--port", str(port)]
+    path = os.pathsep.join(filter(None, sys.path))
+    with open("/dev/full", "wb", buffering=0) as full:
+        process = subprocess.Popen(
+            [*command, "--memory", "1GiB", "--log-level", "debug", "--enable-log-requests"],
+            stderr=full,
+            env=os.environ | {"PYTHONPATH": path, "TOOLKIT_DEBUG": "2"},
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+
+        def ready() -> bool:
+            with suppress(httpx.TransportError):
+                return httpx.get(f"{url}/ready").status_code == 200
+            return False
+
+        wait_until(ready, 30)
+        for _ in range(3):
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 5}, timeout=60)
+            assert answer.status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+
+
 def test_a_signal_lets_streams_end(own_server: StartServer) -> None:
     server = own_server()
     engine = server.engine
