@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+import msgspec
 
-from ..runtime.options import EngineOptions, parse_memory
+from ..runtime.errors import UserError
+from ..runtime.options import EngineOptions, SpeculativeConfig, parse_memory
 
 Command = Callable[..., Any]
+Config = TypeVar("Config")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -25,6 +28,7 @@ _ENGINE = (
     click.option("--max-num-seqs", type=click.IntRange(1), help="Requests running at once.  [default: the plan's]"),
     click.option("--max-batched-tokens", type=click.IntRange(1), help="Tokens of a step.  [default: the plan's]"),
     click.option("--threads", type=click.IntRange(1), help="Kernel threads.  [default: one a core]"),
+    click.option("--speculative-config", metavar="JSON", help="How to guess tokens; see the documentation."),
 )
 _STEP = (
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences in the step."),
@@ -42,21 +46,38 @@ _SAMPLING = (
 
 
 def engine_options(command: Command) -> Command:
-    """`--memory --max-num-seqs --max-batched-tokens --threads`, passed as `options: EngineOptions`."""
+    """`--memory --max-num-seqs --max-batched-tokens --threads --speculative-config`, as `options: EngineOptions`."""
 
     @wraps(command)
     def gathered(
-        *, memory: str, max_num_seqs: int | None, max_batched_tokens: int | None, threads: int | None, **rest: Any
+        *,
+        memory: str,
+        max_num_seqs: int | None,
+        max_batched_tokens: int | None,
+        threads: int | None,
+        speculative_config: str | None,
+        **rest: Any,
     ) -> None:
         options = EngineOptions(
             memory=parse_memory(memory),
             max_num_seqs=max_num_seqs or 0,
             max_batched_tokens=max_batched_tokens or 0,
             threads=threads or 0,
+            speculative_config=parse_config("--speculative-config", speculative_config, SpeculativeConfig),
         )
         command(options=options, **rest)
 
     return _with(_ENGINE, gathered)
+
+
+def parse_config(option: str, text: str | None, kind: type[Config]) -> Config | None:
+    """The value of an option that takes a JSON object. Raises UserError naming what is wrong with it."""
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{option} must be a JSON object of {', '.join(kind.__struct_fields__)}: {error}") from None  # type: ignore[attr-defined]
 
 
 def step_size(command: Command) -> Command:

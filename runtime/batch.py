@@ -68,7 +68,7 @@ class BatchBuilder:
         row = 0
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
-            if chunk.start + chunk.count > sequence.known:
+            if chunk.samples < 2 and chunk.start + chunk.count > sequence.known:
                 tokens[seq_start[index + 1] - 1] = -1 - sequence.row
             row += chunk.scores + chunk.samples
             if chunk.samples:
@@ -87,11 +87,15 @@ class BatchBuilder:
         return np.array(lanes)
 
     def _rows(self, chunks: Seq[Chunk], lanes: Lanes, seq_start: Int32, context: Int32) -> Records:
-        drawing = [index for index, chunk in enumerate(chunks) if chunk.samples]
-        if len(drawing) < len(chunks):
-            lanes, context = lanes[drawing], context[drawing]
+        ends = seq_start[1:]
+        counts = [chunk.samples for chunk in chunks]
+        if min(counts) < 1 or max(counts) > 1:
+            last = np.repeat(np.cumsum(counts), counts)
+            back = last - np.arange(1, len(last) + 1)  # how far a row is from the last one of its chunk
+            lanes = np.repeat(lanes, counts)
+            context, ends = np.repeat(context, counts) - back, np.repeat(ends, counts) - back
         rows = self._records[lanes]
-        rows["token"] = seq_start[1:][drawing] - 1
+        rows["token"] = ends - 1
         rows["history_length"] = context
         index = context - rows["prompt_length"]
         rows["index"] = index
@@ -104,7 +108,7 @@ class BatchBuilder:
         if scores:
             rows = np.concatenate([rows, *scores])
             return rows[np.argsort(rows["token"], kind="stable")]
-        return rows if drawing else scoring_rows([int(seq_start[-1]) - 1])
+        return rows if len(rows) else scoring_rows([int(seq_start[-1]) - 1])
 
     def _scores(self, chunk: Chunk, first: int) -> Records:
         """Rows for the prompt scores of a chunk whose first token is number `first` of the step."""

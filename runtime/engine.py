@@ -43,6 +43,7 @@ from .request import (
 from .sampling import make_sampling
 from .scheduler import Limits, Scheduler
 from .sequence import Chunk, Sequence
+from .speculator import Speculator
 from .step import StepBatch, StepResult
 from .steplog import StepLog
 
@@ -97,6 +98,12 @@ class _Flight:
     chunks: list[Chunk]
     batch: StepBatch
     ticket: Ticket
+    submitted: float
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it verifies guessed tokens: how far its sequences are is then known only afterwards."""
+        return any(chunk.samples > 1 for chunk in self.chunks)
 
 
 class Engine:
@@ -128,6 +135,8 @@ class Engine:
         """Most tokens of a sequence: the last one need not be in the cache."""
         self._rope_switch = plan.model.rope_changes.switch if plan.model.rope_changes else None
         self._batches = BatchBuilder(self.kv, limits.sequences, plan.model.vocab_size)
+        config = options.speculative_config
+        self._speculator = Speculator(config, min(limits.tokens, limits.rows)) if config is not None else None
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = count()
         self._pending: list[Event] = []
@@ -137,6 +146,8 @@ class Engine:
         self._step_tokens = Histogram(STEP_TOKENS)
         self._log = StepLog(clock, self._describe)
         self._turn = clock()
+        self._retired = 0.0
+        """When the last step ended, while there is work."""
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +166,8 @@ class Engine:
             self._pending.append(Error(command.request, str(error), user_fault=True))
             return
         self._sequences[command.request] = sequence
+        if self._speculator is not None:
+            self._speculator.start(sequence)
         self.scheduler.add(sequence)
 
     def _sequence(self, command: Add) -> Sequence:
@@ -235,7 +248,7 @@ class Engine:
 
     def stats(self, number: int = 0) -> Stats:
         """The state now."""
-        scheduler = self.scheduler
+        scheduler, speculator = self.scheduler, self._speculator
         return Stats(
             number=number,
             running=len(scheduler.running),
@@ -254,6 +267,7 @@ class Engine:
             page_tokens=self.kv.page_tokens,
             step_tokens=tuple(self._step_tokens.counts),
             step_tokens_sum=int(self._step_tokens.sum),
+            **(speculator.stats() if speculator is not None else {}),
         )
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -272,7 +286,7 @@ class Engine:
         self._audited = False
         try:
             while len(self._flight) < self.device.queue_depth:
-                chunks = self.scheduler.schedule(ahead=bool(self._flight))
+                chunks = self._schedule()
                 if not chunks:
                     break
                 self._flight.append(self._submit(chunks))
@@ -283,7 +297,21 @@ class Engine:
             self._fail_running(error, events)
         if not self._sequences:
             self._log.flush()
+            self._retired = 0.0
         return events
+
+    def _schedule(self) -> list[Chunk]:
+        """The chunks of the next step, if there is something that can be done now."""
+        ahead = bool(self._flight)
+        if self._speculator is not None:
+            decoding = [sequence for sequence in self.scheduler.running if sequence.ready]
+            if ahead:
+                if self._flight[-1].drafts or self._speculator.is_promising(decoding):
+                    return []
+            # Pages for guesses must be no reason to preempt a sequence.
+            elif self.kv.available > len(decoding) and all(each.length - each.computed == 1 for each in decoding):
+                self._speculator.choose(decoding)
+        return self.scheduler.schedule(ahead=ahead)
 
     def _submit(self, chunks: list[Chunk]) -> _Flight:
         device = self.device
@@ -294,7 +322,8 @@ class Engine:
         batch = self._batches.build(chunks)
         for group, source, destination in self.kv.take_copies():
             device.copy_pages(group, [(source, destination)])
-        return _Flight(chunks, batch, device.submit(batch))
+        submitted = self._clock()
+        return _Flight(chunks, batch, device.submit(batch), submitted)
 
     def _retire(self, events: list[Event]) -> None:
         """Wait for the oldest step in flight, and take its results."""
@@ -303,7 +332,11 @@ class Engine:
         self._flight.popleft()
         self._steps += 1
         self._log.add(flight.batch, result)
-        self._update(flight.chunks, result, events)
+        now = self._clock()
+        if self._speculator is not None and all(chunk.samples == chunk.count for chunk in flight.chunks):
+            self._speculator.measured(len(result.rows), now - (self._retired or flight.submitted))
+        self._retired = now
+        self._update(flight.chunks, result, events, now)
 
     def _describe(self) -> str:
         scheduler = self.scheduler
@@ -338,8 +371,8 @@ class Engine:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def _update(self, chunks: list[Chunk], result: StepResult, events: list[Event]) -> None:
-        now, page_tokens = self._clock(), self.kv.page_tokens
+    def _update(self, chunks: list[Chunk], result: StepResult, events: list[Event], now: float) -> None:
+        page_tokens = self.kv.page_tokens
         tokens: list[int] = result.rows["token"].tolist()
         statuses: list[int] | None = result.rows["status"].tolist() if result.rows["status"].any() else None
         row = prompt = 0
@@ -351,19 +384,37 @@ class Engine:
                 prompt += min(chunk.count, sequence.prompt_length - chunk.start)
             if sequence.table is not chunk.table:
                 continue  # it ended while the step was in flight
-            if statuses is not None and any(statuses[first:row]):
-                self._refuse(sequence, max(statuses[first:row]), events)
-                continue
+            drawn = tokens[row - chunk.samples : row]
             computed = chunk.start + chunk.count
+            if chunk.samples > 1:
+                drawn = self._accept(sequence, drawn)
+                computed -= chunk.samples - len(drawn)
+            if statuses is not None and any(failed := statuses[first : first + chunk.scores + len(drawn)]):
+                self._refuse(sequence, max(failed), events)
+                continue
             if computed // page_tokens > chunk.table.settled:
                 self.kv.settle(chunk.table, self._keys(sequence, computed), computed)
             if chunk.scores:
                 _score(chunk, result, first)
-            if chunk.samples:
-                wanted = sequence.sampling.logprobs
-                logprobs = None if wanted is None else [_logprob(result, row - 1, wanted)]
-                self._append(sequence, tokens[row - 1], logprobs, now, events)
+            if drawn:
+                wanted, first = sequence.sampling.logprobs, row - chunk.samples
+                logprobs = (
+                    None
+                    if wanted is None
+                    else [_logprob(result, each, wanted) for each in range(first, first + len(drawn))]
+                )
+                self._append(sequence, drawn, logprobs, now, events)
         self._step_tokens.observe(prompt + self._generation_tokens - generated)
+
+    def _accept(self, sequence: Sequence, drawn: list[int]) -> list[int]:
+        """The draws after tokens that the sequence really has: the first, and each after a guess that was right."""
+        guessed = sequence.tokens[sequence.known : sequence.known + len(drawn) - 1].tolist()
+        right = next((i for i, (a, b) in enumerate(zip(drawn, guessed, strict=False)) if a != b), len(guessed))
+        sequence.computed += right
+        sequence.length += right
+        if self._speculator is not None:
+            self._speculator.verified(len(guessed), right)
+        return drawn[: right + 1]
 
     def _keys(self, sequence: Sequence, computed: int) -> list[bytes]:
         if not self.kv.prefix_cache:
@@ -371,12 +422,21 @@ class Engine:
         return sequence.keys(sequence.tokens, computed // self.kv.page_tokens)
 
     def _append(
-        self, sequence: Sequence, token: int, logprobs: list[TokenLogprob] | None, now: float, events: list[Event]
+        self, sequence: Sequence, drawn: list[int], logprobs: list[TokenLogprob] | None, now: float, events: list[Event]
     ) -> None:
+        """Add drawn tokens to a sequence: all, or those until one that ends it."""
         sampling, length = sequence.sampling, sequence.known
-        sequence.tokens[length] = token
-        sequence.known = length = length + 1
-        self._generation_tokens += 1
+        if len(drawn) > 1:
+            ends = next((i for i, token in enumerate(drawn, 1) if token in sampling.stops), len(drawn))
+            del drawn[ends:]
+            if logprobs is not None:
+                del logprobs[ends:]
+        token = drawn[-1]
+        for each in drawn:
+            sequence.tokens[length] = each
+            length += 1
+        sequence.known = length
+        self._generation_tokens += len(drawn)
         prompt_logprobs: list[TokenLogprob | None] | None = None
         metrics = None
         if not sequence.first_token:
@@ -385,15 +445,19 @@ class Engine:
             self._prompt_tokens += sequence.prompt_length
             if sampling.prompt_logprobs is not None:
                 prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        events.append(Tokens(sequence.request, [token], logprobs, prompt_logprobs, metrics))
+        events.append(Tokens(sequence.request, drawn, logprobs, prompt_logprobs, metrics))
         if token in sampling.stops:
             self._finish(sequence, "stop", events, token)
         elif length == len(sequence.tokens):
             self._finish(sequence, "length", events)
         elif self._rope_switch == length:
             self._rebase(sequence)
-        if sequence.mask is not None and sequence.request in self._sequences:
+        if sequence.request not in self._sequences:
+            return
+        if sequence.mask is not None:
             sequence.mask.push(token)
+        if sequence.drafter is not None:
+            sequence.drafter.take(drawn)
 
     def _rebase(self, sequence: Sequence) -> None:
         """Compute a sequence anew that has become so long that all its keys must be rotated by other frequencies."""
@@ -406,6 +470,8 @@ class Engine:
     ) -> None:
         self.scheduler.remove(sequence)
         del self._sequences[sequence.request]
+        if self._speculator is not None:
+            self._speculator.finish(sequence)
         events.append(Finished(sequence.request, reason, stop_token, _metrics(sequence, self._clock())))
 
     def _refuse(self, sequence: Sequence, status: int, events: list[Event]) -> None:

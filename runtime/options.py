@@ -3,12 +3,82 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import msgspec
 
 from .errors import UserError
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are guessed that a step then verifies; names and defaults are vLLM's."""
+
+    method: Literal["ngram", "suffix"]
+    num_speculative_tokens: int | None = None
+    """Most guessed tokens of a sequence in a step; `suffix` may leave it out for the depth of its tree."""
+    prompt_lookup_max: int | None = None
+    """Tokens of the longest n-gram that is looked up, and of the shortest; one alone stands for both, else it is 5."""
+    prompt_lookup_min: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    """Tokens of the longest match that is told from longer ones."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """Requests whose outputs are remembered for others."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """Most guessed tokens for each matching one."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """Share of the places with the longest match that a guess must follow."""
+    adaptive: bool = True
+    """Verify only as many tokens as pay, by measurement; else always as many as there are."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.method == "suffix" or self.num_speculative_tokens is not None, "num_speculative_tokens is required"),
+            (1 <= self.most <= 64, f"num_speculative_tokens must be 1 to 64, not {self.most}"),
+            (
+                1 <= self.shortest <= self.longest <= 64,
+                f"prompt_lookup_min and prompt_lookup_max must be 1 to 64, in this order, not {self.shortest} and "
+                f"{self.longest}"
+                if self.method == "ngram"
+                else f"suffix_decoding_max_tree_depth must be 1 to 64, not {self.longest}",
+            ),
+            (
+                0 <= self.suffix_decoding_min_token_prob <= 1,
+                f"suffix_decoding_min_token_prob must be 0 to 1, not {self.suffix_decoding_min_token_prob}",
+            ),
+            (
+                self.suffix_decoding_max_spec_factor > 0,
+                f"suffix_decoding_max_spec_factor must be above 0, not {self.suffix_decoding_max_spec_factor}",
+            ),
+            (
+                self.suffix_decoding_max_cached_requests >= 0,
+                f"suffix_decoding_max_cached_requests must be 0 or more, not "
+                f"{self.suffix_decoding_max_cached_requests}",
+            ),
+        )
+        for good, message in checks:
+            if not good:
+                raise UserError(message)
+
+    @property
+    def most(self) -> int:
+        """Guessed tokens."""
+        return self.num_speculative_tokens or self.suffix_decoding_max_tree_depth
+
+    @property
+    def shortest(self) -> int:
+        """Tokens that must match."""
+        if self.method == "suffix":
+            return 1
+        return self.prompt_lookup_min or self.prompt_lookup_max or 5
+
+    @property
+    def longest(self) -> int:
+        """Tokens by which matches are compared."""
+        if self.method == "suffix":
+            return self.suffix_decoding_max_tree_depth
+        return self.prompt_lookup_max or self.prompt_lookup_min or 5
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +95,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     prefix_cache: bool = True
     verify: bool = True
     """Hash weight files and libraries when loading."""
+    speculative_config: SpeculativeConfig | None = None
+    """Guess tokens and verify several in one step."""
 
 
 def parse_memory(text: str) -> float:

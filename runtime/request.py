@@ -216,6 +216,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spec_accepted_tokens: int = 0
     spec_accepted_per_position: tuple[int, ...] = ()
     """Of a draft's first token, second, …: how often it was accepted."""
+    spec_left_out: int = 0
+    """Requests for which nothing is proposed, since a grammar restricts each token."""
 
 
 Event = Tokens | Finished | Error | Stats

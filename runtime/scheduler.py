@@ -67,7 +67,7 @@ class Scheduler:
     def restart(self, sequence: Sequence) -> None:
         """Take a running sequence's pages, so that it is computed again from its first token on."""
         self.remove(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.drafts = 0
         self.add(sequence)
 
     def clear_running(self) -> None:
@@ -90,23 +90,26 @@ class Scheduler:
             return []
         for chunk in chunks:
             sequence = chunk.sequence
-            sequence.computed = chunk.start + chunk.count
-            sequence.length += chunk.samples
+            drafts = max(0, chunk.samples - 1)
+            sequence.computed = chunk.start + chunk.count - drafts
+            sequence.length += chunk.samples - drafts
+            sequence.drafts = 0
         return chunks
 
     def _choose(self, ahead: bool) -> list[Chunk]:
         self._ahead = ahead
         self._yield_to_priority()
         active = [sequence for sequence in self.running if sequence.ready]
+        drafts = sum(sequence.drafts for sequence in active)
         decoding = sum(sequence.length - sequence.computed == 1 for sequence in active)
-        budget = self.limits.tokens - decoding
-        rows = self.limits.rows - len(self.running)
+        budget = self.limits.tokens - decoding - drafts
+        rows = self.limits.rows - len(self.running) - drafts
         preemptions = self.preemptions
         chunks: list[Chunk] = []
         for sequence in active:
             remaining = sequence.length - sequence.computed
-            wanted = 1 if remaining == 1 else min(remaining, budget)
-            chunk = self._advance(sequence, wanted, rows + 1) if wanted else None
+            wanted = 1 + sequence.drafts if remaining == 1 else min(remaining, budget)
+            chunk = self._advance(sequence, wanted, rows + 1 + sequence.drafts) if wanted else None
             if chunk is None:
                 continue
             chunks.append(chunk)
@@ -214,10 +217,11 @@ class Scheduler:
 def _chunk(sequence: Sequence, table: PageTable, count: int, rows: int) -> Chunk:
     """The next `count` tokens of a sequence, or fewer so that they need at most `rows` rows."""
     start, end = sequence.computed, sequence.computed + count
+    samples = max(0, end - sequence.length + 1)
     if sequence.sampling.prompt_logprobs is None:
-        return Chunk(sequence, table, start, count, end == sequence.length)
+        return Chunk(sequence, table, start, count, samples)
     first, prompt_end = max(start, sequence.scored), sequence.prompt_length - 1
     scores = max(0, min(end, prompt_end) - first)
-    if scores + (end == sequence.length) > rows:
-        scores, end = rows, first + rows
-    return Chunk(sequence, table, start, end - start, end == sequence.length, first, scores)
+    if scores + samples > rows:
+        scores, end, samples = rows, first + rows, 0
+    return Chunk(sequence, table, start, end - start, samples, first, scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .drafts import Drafter
 from .grammar import Mask
 from .kv.manager import PageTable
 from .kv.prefix import PageKeys
@@ -43,6 +44,10 @@ class Sequence:
     """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
     mask: Mask | None = None
     """Of its grammar."""
+    drafter: Drafter | None = None
+    """What guesses its next tokens."""
+    drafts: int = 0
+    """Guessed tokens, `tokens[length:]`, that the next step is to verify."""
     computed: int = 0
     table: PageTable | None = None
     """The pages held, while running."""
@@ -78,14 +83,15 @@ class Sequence:
 class Chunk:
     """The part of a step that belongs to one sequence: `count` tokens from position `start`.
 
-    Its rows are `scores` prompt scores, for positions from `first_score`, then one drawn token if `samples`.
+    Its rows are `scores` prompt scores, for positions from `first_score`, then `samples` drawn tokens: after the
+    sequence's last token, and after each guessed one behind it.
     """
 
     sequence: Sequence
     table: PageTable
     start: int
     count: int
-    samples: bool
+    samples: int
     first_score: int = 0
     scores: int = 0
     vocabulary_logprobs: Float32 | None = None

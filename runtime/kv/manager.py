@@ -91,6 +91,11 @@ class KVManager:
         """Used share of the pages in the fullest group, 0 to 1."""
         return max((1 - pool.available / max(1, pool.pages - 1) for pool in self.pools), default=0.0)
 
+    @property
+    def available(self) -> int:
+        """Pages that every group could give."""
+        return min((pool.available for pool in self.pools), default=2**31 - 1)
+
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def find_prefix(self, keys: Sequence[bytes], limit: int) -> Prefix:

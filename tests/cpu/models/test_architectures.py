@@ -29,6 +29,7 @@ from cpu.models.architectures import (
     tiny_model,
 )
 from cpu.models.features import features, rope_kinds
+from unit.runtime.engine_harness import make_request, run
 
 from toolkit.cli.driver import compile as compile_model
 from toolkit.compiler.codegen import cpu as codegen
@@ -42,7 +43,9 @@ from toolkit.models.source import open_model
 from toolkit.passes.pipelines import LEVELS, pipeline
 from toolkit.passes.quantization import Quantization
 from toolkit.runtime.encodings import FLOAT32
+from toolkit.runtime.engine import Engine
 from toolkit.runtime.errors import UserError
+from toolkit.runtime.options import EngineOptions, SpeculativeConfig
 
 Array = npt.NDArray[Any]
 Row = dict[str, list[str]]
@@ -51,6 +54,9 @@ LENGTHS = (37, 5, 18)
 CHUNKS = ((0, 3), (3, 16), (16, 17), (17, 37))
 """Pieces of the first prompt: they end anywhere in a page of 16 tokens."""
 GREEDY = 12
+DRAFTS = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=3, adaptive=False
+)
 TOLERANCE = 1e-4
 
 
@@ -127,6 +133,30 @@ def stepwise(subject: Subject) -> None:
             parts[number].append(logprobs)
     for part, expected in zip(parts, subject.expected, strict=True):
         close(np.concatenate(part), expected)
+
+
+def drafted(subject: Subject) -> None:
+    """Greedy and drawn outputs are the same, to the last bit of a log-probability, when several tokens a step are
+    guessed and verified. Prompts are said twice, so that there are guesses."""
+    requests = [
+        make_request(
+            str(number),
+            2 * prompt[:9],
+            max_tokens=GREEDY,
+            ignore_eos=True,
+            logprobs=2,
+            temperature=float(number == 1),
+            seed=5,
+            frequency_penalty=0.5 * (number == 2),
+        )
+        for number, prompt in enumerate(subject.prompts)
+    ]
+    device, found = subject.runner().device, []
+    for config in (None, DRAFTS):
+        engine = Engine(device, EngineOptions(speculative_config=config))
+        found.append([output.result for output in run(engine, requests).values()])
+    assert engine.stats().spec_drafts > 0
+    assert found[0] == found[1]
 
 
 def bfloat16(subject: Subject) -> None:
@@ -258,6 +288,8 @@ def test_what_is_proved(case: str, subject: Subject) -> None:
             proved.append(name)
         except (AssertionError, UserError) as problem:
             failed[name] = problem
+    if not failed:
+        drafted(subject)
     graph = subject.graph
     assert graph is None or changed_again(graph) == []
     row = {

@@ -167,14 +167,14 @@ class FakeDevice:
 
     def _run(self, batch: StepBatch) -> StepResult:
         positions = batch.positions.astype(np.uint64)
-        hidden = _mix(batch.tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
+        hidden = mix(batch.tokens.astype(np.uint64) * np.uint64(1_000_003) + positions + np.uint64(1))
         if changes := self.plan.model.rope_changes:
             classes = np.clip(batch.lengths, changes.first, changes.last) - changes.first
-            hidden = np.where(classes > 0, _mix(hidden + classes.astype(np.uint64)), hidden)
+            hidden = np.where(classes > 0, mix(hidden + classes.astype(np.uint64)), hidden)
         for layer in range(2):
             for store, slots in zip(self._stores, batch.slots, strict=True):
                 store[layer, slots] = hidden
-            hidden = _mix(hidden + self._attend(batch, layer))
+            hidden = mix(hidden + self._attend(batch, layer))
         poisoned = self._sees(batch, NAN_TOKEN)
         return self._sample(batch, hidden, poisoned)
 
@@ -183,7 +183,7 @@ class FakeDevice:
         total = np.zeros(len(batch.tokens), np.uint64)
         for index, values, first, last, window in self._visible(batch, layer):
             assert values.all(), "a slot was read that was never written"
-            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_mix(values))])
+            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mix(values))])
             ends = np.arange(last[0], last[1]) + 1 - first
             begins = np.maximum(0, ends - window) if window else np.zeros_like(ends)
             part = slice(batch.seq_start[index], batch.seq_start[index + 1])
@@ -207,7 +207,7 @@ class FakeDevice:
         seen = np.zeros(len(batch.tokens), np.bool_)
         for index, values, first, last, _ in self._visible(batch, 0):
             positions = np.arange(first, last[1], dtype=np.uint64)
-            marks = values == _mix(np.uint64(token) * np.uint64(1_000_003) + positions + np.uint64(1))
+            marks = values == mix(np.uint64(token) * np.uint64(1_000_003) + positions + np.uint64(1))
             part = slice(batch.seq_start[index], batch.seq_start[index + 1])
             seen[part] |= np.logical_or.accumulate(marks)[last[0] - first :]
         return seen
@@ -284,7 +284,7 @@ def _array(address: Any, count: Any, dtype: Any) -> npt.NDArray[Any]:
     return np.frombuffer((ctypes.c_char * size).from_address(int(address)), dtype)
 
 
-def _mix(values: Any) -> Hashes:
+def mix(values: Any) -> Hashes:
     """A bijective hash of 64-bit words (splitmix64)."""
     with np.errstate(over="ignore"):
         mixed = np.asarray(values, np.uint64) + np.uint64(0x9E3779B97F4A7C15)
