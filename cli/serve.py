@@ -61,6 +61,7 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 )
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True, help="Least level of logs.")
 @click.option("--enable-log-requests", is_flag=True, help="Log requests' parameters; at level debug also prompts.")
+@click.option("--otlp-traces-endpoint", help="URL that OpenTelemetry traces are sent to, over HTTP.")
 @engine_options
 def command(
     *,

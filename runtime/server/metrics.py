@@ -203,6 +203,11 @@ class RequestTimer:
         self.tokens += len(delta.token_ids)
         metrics.generation_tokens += len(delta.token_ids)
 
+    @property
+    def last_token(self) -> float:
+        """Seconds from arrival: by the engine's clock if it ended the request, else by ours."""
+        return self.engine.total if self.engine is not None and self._ended else self._last - self.command.arrival
+
     def refused(self) -> None:
         """The request was none; it is not counted."""
         self.reason = None
@@ -225,8 +230,7 @@ class RequestTimer:
         if count > 1:
             metrics.per_token.observe((self._last - self._first) / (count - 1))
         if self.engine is not None:
-            engine = self.engine
-            end = engine.total if self._ended else self._last - command.arrival
+            engine, end = self.engine, self.last_token
             metrics.computed.observe(len(command.prompt) - engine.cached_tokens)
             metrics.queue.observe(engine.queue)
             metrics.inference.observe(end - engine.queue)

@@ -34,3 +34,5 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
     enable_log_requests: bool = False
     """Log parameters of requests when they arrive; with the level `debug` also prompts."""
+    otlp_traces_endpoint: str | None = None
+    """Where traces are sent, over HTTP; none: nowhere."""

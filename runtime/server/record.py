@@ -33,6 +33,8 @@ class Record:
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     status: int = CLIENT_GONE
+    answer: str = ""
+    """The id in the answer's body."""
     choices: list[RequestTimer] = field(default_factory=list)
     """What was generated for it."""
 

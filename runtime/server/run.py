@@ -8,8 +8,8 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
     from ..process import ProcessEngine
+    from .record import Observer
     from .service import Service
 
 BACKLOG = 2048
@@ -57,17 +58,23 @@ def serve(
     engine = spawn_engine(directory, options)
     # What follows is imported while the engine loads.
     from ..prompt import Prompts
-    from .logs import configure_logs
+    from .logs import configure_logs, log_request
     from .service import Service
 
     configure_logs(http.log_format, http.log_level, requests=http.enable_log_requests)
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    observers: list[Observer] = [log_request]
     service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan, **parsers))
-    try:
-        asyncio.run(_serve(service, engine, _make_server(service, http, tls), listener, began))
-    finally:
+    with ExitStack() as cleanup:
         if http.uds:
-            http.uds.unlink(missing_ok=True)
+            cleanup.callback(http.uds.unlink, missing_ok=True)
+        if http.otlp_traces_endpoint:
+            from .tracing import Tracer
+
+            tracer = Tracer(http.otlp_traces_endpoint, service.model)
+            cleanup.callback(tracer.close)
+            observers.append(tracer)
+        asyncio.run(_serve(service, engine, _make_server(service, http, tls, observers), listener, began))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -160,12 +167,13 @@ async def _ready(service: Service, engine: ProcessEngine) -> None:
     await service.heart.stats()  # so that whoever reads that we serve finds us ready
 
 
-def _make_server(service: Service, http: HttpOptions, tls: ssl.SSLContext | None) -> Server:
+def _make_server(
+    service: Service, http: HttpOptions, tls: ssl.SSLContext | None, observers: Sequence[Observer]
+) -> Server:
     from uvicorn import Config, Server
 
     from .app import create_app
     from .http import guarded
-    from .logs import log_request
 
     class GracefulServer(Server):
         """Ends by itself on a signal, where the base class would raise the signal again and skip our own clean-up."""
@@ -184,7 +192,7 @@ def _make_server(service: Service, http: HttpOptions, tls: ssl.SSLContext | None
             self.should_exit = True
 
     config = Config(
-        guarded(create_app(service), http, [log_request]),
+        guarded(create_app(service), http, observers),
         root_path=http.root_path,
         loop="asyncio",
         http="auto",

@@ -145,6 +145,8 @@ class Gate:
         if identity in self._open:
             raise ApiError(400, f"The request id {identity!r} is in use.", param="request_id")
         self._open[identity] = [command.request for command in commands]
+        if (record := current_record.get()) is not None:
+            record.answer = identity
         try:
             yield
         finally:
