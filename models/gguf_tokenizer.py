@@ -163,11 +163,17 @@ _STRICT_PHI3 = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-    """Tokens that are found whole in the text before anything else is done to it."""
+    """Tokens that are found whole, before anything else is done to the text.
+
+    SentencePiece looks for user-defined ones where spaces are spelled `▁` already: Gemma has runs of spaces among them.
+    With a space before the text that is left out, since that normalization would put one before each such token too.
+    """
+    spelled = metadata["tokenizer.ggml.model"] == "llama" and not metadata.get("tokenizer.ggml.add_space_prefix", True)
     swallow = metadata.get("general.architecture") == "phi3" and metadata["tokenizer.ggml.model"] == "llama"
     for special, kinds in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
+        normalized = spelled and not special
         added = [
-            AddedToken(token, special=special, normalized=False, rstrip=swallow and token not in _STRICT_PHI3)
+            AddedToken(token, special=special, normalized=normalized, rstrip=swallow and token not in _STRICT_PHI3)
             for _, token, kind in _tokens(metadata)
             if kind in kinds
         ]

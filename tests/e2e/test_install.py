@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import venv
+from importlib.metadata import distributions
 from pathlib import Path
 
 import httpx
@@ -14,8 +15,8 @@ import pytest
 from e2e.serving import start_command
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 220e6
-"""Bytes of site-packages, pip aside."""
+LIMIT, GPU_LIMIT = 180e6, 350e6
+"""Bytes of site-packages, pip aside: to serve plans, and to serve those for GPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,28 @@ def base_install(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
     venv.create(folder / "venv", with_pip=True, symlinks=True)
-    pip = [str(folder / "venv/bin/python"), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), str(source)], check=True, timeout=280)
+    pip_install(folder / "venv", str(source))
     return folder / "venv"
+
+
+def pip_install(environment: Path, *what: str) -> None:
+    pip = [str(environment / "bin/python"), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), *what], check=True, timeout=280)
+
+
+def packages_of(environment: Path) -> Path:
+    (packages,) = environment.glob("lib/python3.*/site-packages")
+    return packages
+
+
+def size_of(packages: Path) -> int:
+    """Bytes of a folder of packages without what installs them."""
+    files = (path for path in packages.rglob("*") if path.is_file())
+    return sum(
+        path.lstat().st_size
+        for path in files
+        if path.relative_to(packages).parts[0].split("-")[0] not in {"pip", "setuptools", "wheel"}
+    )
 
 
 def _clean_environment() -> dict[str, str]:
@@ -39,16 +59,20 @@ def _clean_environment() -> dict[str, str]:
 
 
 def test_it_is_small_and_without_the_compiler(base_install: Path) -> None:
-    (packages,) = base_install.glob("lib/python3.*/site-packages")
+    packages = packages_of(base_install)
     names = {path.name for path in packages.iterdir()}
     assert not names & {"torch", "triton", "transformers", "onnx", "onnxruntime", "tvm", "ziglang", "gguf"}
     assert "toolkit" in names
-    size = sum(
-        path.lstat().st_size
-        for path in packages.rglob("*")
-        if path.is_file() and path.relative_to(packages).parts[0].split("-")[0] not in {"pip", "setuptools", "wheel"}
-    )
-    assert 20e6 < size <= LIMIT
+    assert 20e6 < size_of(packages) <= LIMIT
+
+
+def test_what_gpus_need_besides_is_small(base_install: Path, tmp_path: Path) -> None:
+    packages = packages_of(base_install)
+    (toolkit,) = distributions(name="plan-toolkit", path=[str(packages)])
+    extra = [each.partition(";")[0] for each in toolkit.requires or () if each.endswith('extra == "cuda"')]
+    assert extra
+    pip_install(base_install, "--target", str(tmp_path / "gpu"), *extra)
+    assert 20e6 < size_of(tmp_path / "gpu") <= GPU_LIMIT - size_of(packages)
 
 
 def test_it_knows_the_tested_architectures(base_install: Path, tmp_path: Path) -> None:

@@ -423,6 +423,8 @@ def gemma_pair(gemma3: Path) -> tuple[Any, Tokenizer]:
 @IDS
 @given(text=TEXT)
 @example(text="def f(x):\n    return  x + 1234\n\n\n<table>")
+@example(text="  ▁▁")
+@example(text="▁ <b>▁  ▁a ▁\n▁\n")
 def test_gemma3_ids_are_those_of_sentencepiece(text: str, gemma_pair: tuple[Any, Tokenizer]) -> None:
     reference, tokenizer = gemma_pair
     assert tokenizer.encode(text).ids == [2, *reference.encode(text)]
