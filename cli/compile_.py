@@ -10,6 +10,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from ..runtime.encodings import FloatName
 from ..runtime.load import read_plan
 from ..runtime.plan import KvDType, Plan
 from .driver import CALIBRATION_METHOD, OPTIMIZE
@@ -37,6 +38,7 @@ class Summary(msgspec.Struct, frozen=True):
     launches: int
     weight_bytes: int
     activation_bytes: int
+    activation_dtype: FloatName
     kv_bytes_per_token: float
     estimated_seconds_per_token: float
     """At batch 1 with a short context, if memory is read at this machine's full speed."""
@@ -221,6 +223,7 @@ def summarize(path: Path, plan: Plan, phases: Phases) -> Summary:
         launches=len(plan.buckets[0].launches),
         weight_bytes=plan.memory.weights,
         activation_bytes=plan.memory.arena,
+        activation_dtype=plan.model.dtype if plan.modules else "float32",
         kv_bytes_per_token=plan.kv_bytes_per_token,
         estimated_seconds_per_token=seconds_per_token(plan, H200.bandwidth if plan.modules else read_bandwidth()),
         requirements=requirements(plan),
@@ -236,7 +239,7 @@ def print_summary(summary: Summary, plan: Plan) -> None:
         ("ops", f"{summary.captured_ops} captured, {summary.fused_ops} after fusion"),
         ("kernels", f"{summary.kernels}, in {summary.launches} launches a step"),
         ("weights", size(summary.weight_bytes)),
-        ("activations", size(summary.activation_bytes)),
+        ("activations", f"{size(summary.activation_bytes)} of {summary.activation_dtype}"),
         ("KV cache", f"{size(summary.kv_bytes_per_token)} a token"),
         ("estimate", f"{summary.estimated_seconds_per_token * 1e3:.1f} ms a token {place}, if memory is the limit"),
         *(("needs", sentence) for sentence in sentences(summary.requirements, plan)),

@@ -90,7 +90,13 @@ def compile(
         from ..models.source import open_model
         from ..passes.quantization import Quantization
     with phases.phase("Open"), _no_collection():
-        opened = open_model(str(model), dtype=dtype, random=seed is not None, reuse=reuse)
+        opened = open_model(
+            str(model),
+            dtype=dtype,
+            quantized_dtype=chosen.quantized_dtype,
+            random=seed is not None,
+            reuse=reuse,
+        )
         quantization = Quantization.parse(quant, opened.dtype)
         bounds = chosen.bounds(model_context(opened, chosen), max_batch, max_context)
         destination = Path(output or f"{opened.name.rpartition('/')[2]}-plan")

@@ -53,7 +53,7 @@ def find_missing(
     from ..passes.pipelines import pipeline
     from ..passes.quantization import Quantization
 
-    opened = open_model(str(model), dtype=dtype, random=True)
+    opened = open_model(str(model), dtype=dtype, quantized_dtype=chosen.quantized_dtype, random=True)
     quantization = Quantization.parse(quant, opened.dtype)
     bounds = chosen.bounds(model_context(opened, chosen), max_batch, max_context)
     missing: list[str] = []

@@ -56,6 +56,11 @@ class Target:
         """Of the weights of linear layers and embeddings: GPUs read floats as they are."""
         return "panel16" if self.kind == "cpu" or (encoding is not None and encoding.kind == "affine") else "rows"
 
+    @property
+    def quantized_dtype(self) -> FloatDType:
+        """What a model computes in whose file has integer weights and says no more: on GPUs what tensor cores take."""
+        return "bfloat16" if self.kind == "cuda" else "float32"
+
     def real(self, dtype: FloatDType) -> FloatDType:
         """The numbers of activations in a plan for a model of this dtype."""
         return dtype if self.kind == "cuda" else "float32"

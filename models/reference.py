@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ class Reference:
         """Load a directory, a `.gguf` file or a hub id. Raises UserError if transformers can't."""
         messages: Any = transformers_logging
         messages.set_verbosity_error()
-        messages.disable_progress_bar()
         path = Path(model)
         where: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
         factory: Any = AutoModelForCausalLM
         try:
-            self._model = factory.from_pretrained(path.parent if where else model, dtype=torch.float32, **where).eval()
+            with redirect_stderr(StringIO()):  # progress bars, some of which nothing turns off
+                loaded = factory.from_pretrained(path.parent if where else model, dtype=torch.float32, **where)
+            self._model = loaded.eval()
         except Exception as error:  # transformers raises errors of every kind for what it can't load
             reason = " ".join(str(error).split())[:200]
             raise UserError(

@@ -61,18 +61,25 @@ class OpenedModel:
     """What a user should know of how it is stored, one sentence each."""
 
 
-def open_model(model: str, *, dtype: str = "auto", random: bool = False, reuse: bool = True) -> OpenedModel:
+def open_model(
+    model: str,
+    *,
+    dtype: str = "auto",
+    quantized_dtype: FloatName = "float32",
+    random: bool = False,
+    reuse: bool = True,
+) -> OpenedModel:
     """Open a directory, a `.gguf` file or a hub id (`owner/name`).
 
-    `dtype` "auto" is the checkpoint's own. With `random` only config.json is needed, and the weights are shapes alone.
-    With `reuse`, hashes of files that did not change are taken from the cache. Raises UserError for whatever cannot be
-    used.
+    `dtype` "auto" is the checkpoint's own, `quantized_dtype` for a GGUF file of integer weights. With `random` only
+    config.json is needed, and the weights are shapes alone. With `reuse`, hashes of files that did not change are taken
+    from the cache. Raises UserError for whatever cannot be used.
     """
     if dtype not in ("auto", *get_args(FloatName)):
         raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
     path = Path(model).expanduser()
     if os.path.isfile(path):
-        return _open_gguf(path, dtype, random, reuse)
+        return _open_gguf(path, dtype, quantized_dtype, random, reuse)
     if os.path.isdir(path):
         return _open_directory(path, dtype, random, reuse)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
@@ -263,16 +270,19 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def _open_gguf(path: Path, dtype: str, random: bool, reuse: bool) -> OpenedModel:
+def _open_gguf(path: Path, dtype: str, quantized_dtype: FloatName, random: bool, reuse: bool) -> OpenedModel:
     file = read_gguf(path)
     values = config_values(file)
     check_sizes(values, path.name)
     with foreign_errors(f"{path.name} has metadata that no config accepts: {{}}"):
         config = AutoConfig.for_model(architecture(file).model_type, **values)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    stored = _chosen(dtype, _main_float(file))
+    own = _main_float(file)
+    stored = _chosen(dtype, own or quantized_dtype)
     weights = random_source(config, stored) if random else GGUFSource(file, config)
-    notes = () if random else growth_notes(file)
+    notes = [] if random else list(growth_notes(file))
+    if dtype == "auto" and own is None and stored != "float32":
+        notes.append(f"{path.name} has integer weights, so activations are {stored}: --dtype chooses others")
     return OpenedModel(
         name=path.stem,
         config=config,
@@ -286,14 +296,17 @@ def _open_gguf(path: Path, dtype: str, random: bool, reuse: bool) -> OpenedModel
     )
 
 
-def _main_float(file: GGUFFile) -> FloatName:
-    """The float format of most values that are not quantized."""
+def _main_float(file: GGUFFile) -> FloatName | None:
+    """The float format of most values that are not quantized; None if some are, and the others are float32 as norms are
+    in every file.
+    """
     counts: dict[str, int] = {"float32": 0}
     for tensor in file.tensors.values():
         kind = tensor.type.encoding.kind
-        if kind != "affine":
-            counts[kind] = counts.get(kind, 0) + tensor.nbytes
-    return _float_name(max(counts, key=counts.__getitem__)) or "float32"
+        counts[kind] = counts.get(kind, 0) + tensor.nbytes
+    quantized = counts.pop("affine", 0)
+    found = _float_name(max(counts, key=counts.__getitem__)) or "float32"
+    return None if quantized and found == "float32" else found
 
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>")

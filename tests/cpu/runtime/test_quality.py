@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import PreTrainedTokenizerFast
+from unit.models.gguf_writer import write_gguf
 
 from toolkit.cli.main import group
 from toolkit.cli.quality import PlanScorer, measure
@@ -71,6 +72,15 @@ def test_the_measures_are_torchs(model: tuple[Path, Any], plan: Path) -> None:
     assert found["reference_perplexity"] == pytest.approx(math.exp(cross_entropy(logits, target)), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(cross_entropy(ours, target)), rel=1e-5)
     assert found["top1_agreement"] == pytest.approx(float((ours.argmax(-1) == logits.argmax(-1)).double().mean()))
+
+
+def test_loading_a_gguf_reference_shows_nothing(
+    model: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers has a progress bar for it that nothing turns off."""
+    write_gguf(model[1], tmp_path / "m.gguf")
+    Reference(str(tmp_path / "m.gguf"))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_windows_begin_with_the_begin_token() -> None:

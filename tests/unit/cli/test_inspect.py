@@ -19,12 +19,14 @@ from unit.cli.tiny_plans import make_tiny_plan
 from unit.runtime.sample_plan import sample_plan, write_sample_plan
 
 from toolkit.cli import main
+from toolkit.cli.compile_ import print_summary, summarize
 from toolkit.cli.inspect.diff import Change, compare
 from toolkit.cli.inspect.examine import examine
 from toolkit.cli.inspect.layers import split_layers
 from toolkit.cli.inspect.page import live_bytes, render_page
 from toolkit.cli.inspect.text import describe_code, memory_map
 from toolkit.cli.profile import LaunchTime, Profile
+from toolkit.cli.progress import Phases
 from toolkit.cli.roofline import Machine
 from toolkit.cli.workload import StepSize, work
 from toolkit.compiler.emit import write_plan
@@ -124,6 +126,26 @@ def test_the_races_of_a_kernel_are_told(llama_plan: Path, tmp_path: Path, capsys
     without = examine(plan, MACHINE, StepSize())
     choices = "x86-64-v3, up to 1 row: tvm\nx86-64-v3, up to 512 rows: cpp"
     assert {describe_code(each) for each in without.kernels} == {"C++", choices}
+
+
+def test_inspect_has_the_notes_for_which_compile_has_no_room(
+    llama_plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(llama_plan, tmp_path / "plan")
+    plan = read_plan(llama_plan)
+    (first, *others), notes = plan.report.passes, [f"so much of what number {n} was" for n in range(8)]
+    passes = (msgspec.structs.replace(first, notes=tuple(notes[5:])), *others)
+    report = msgspec.structs.replace(plan.report, notes=tuple(notes[:5]), passes=passes)
+    write_plan(msgspec.structs.replace(plan, report=report), tmp_path / "plan")
+    plan = read_plan(tmp_path / "plan")
+    print_summary(summarize(tmp_path / "plan", plan, Phases()), plan)
+    said = capsys.readouterr().out
+    missing = sum(note not in said for note in (*notes, *(note for each in others for note in each.notes)))
+    assert missing
+    assert f"and {missing} more notes, see: toolkit inspect {tmp_path / 'plan'}\n" in said
+    assert main.run(["inspect", str(tmp_path / "plan")]) == 0
+    shown = capsys.readouterr().out
+    assert all(note in shown for note in notes)
 
 
 def test_a_plan_of_another_catalog_can_still_be_seen(llama_plan: Path) -> None:

@@ -16,6 +16,7 @@ from unit.models.gguf_writer import ARCHS, Q8_0, write_gguf
 
 from toolkit.compiler.ir import Graph, Param, Value
 from toolkit.compiler.shapes import TensorType
+from toolkit.compiler.targets import CPU, parse_target
 from toolkit.compiler.weights import Piece, Recipe
 from toolkit.compiler.weights_pack import read_chunks, resolve_encodings
 from toolkit.models.gguf_file import read_gguf
@@ -206,6 +207,26 @@ def test_values_are_those_that_transformers_reads(case: str, tmp_path: Path) -> 
     assert set(expected) - set(weights) <= {"lm_head.weight"}
     for name in weights:
         np.testing.assert_array_equal(weights[name].read().decode(), expected[name].numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "dtype", "expected"),
+    [(True, "auto", "bfloat16"), (True, "float32", "float32"), (False, "auto", "float32")],
+)
+def test_what_a_file_of_integer_weights_computes_in_is_the_targets_choice(
+    quantize: bool, dtype: str, expected: str, tmp_path: Path
+) -> None:
+    write_gguf(tiny(*CASES["llama"]), tmp_path / "m.gguf", quantize=quantize)
+    opened = open_model(str(tmp_path / "m.gguf"), dtype=dtype, quantized_dtype=parse_target("sm90").quantized_dtype)
+    assert opened.dtype == expected
+    assert [note for note in opened.notes if "--dtype" in note] == (
+        ["m.gguf has integer weights, so activations are bfloat16: --dtype chooses others"]
+        if expected != "float32"
+        else []
+    )
+    on_cpu = open_model(str(tmp_path / "m.gguf"), dtype=dtype, quantized_dtype=CPU.quantized_dtype)
+    assert on_cpu.dtype == "float32"
+    assert not on_cpu.notes
 
 
 def test_quantized_matrices_keep_their_codes(tmp_path: Path) -> None:
