@@ -136,7 +136,6 @@ class Slot:
         self._top_tokens = memory[layout.top_tokens :][: 4 * MAX_TOP * count].view(np.int32).reshape(count, MAX_TOP)
         tops = memory[layout.top_logprobs :][: 4 * MAX_TOP * count]
         self._top_logprobs: Float32 = tops.view(np.float32).reshape(count, MAX_TOP)
-        self._count = np.arange(layout.sequences + 1, dtype=np.int32)
         self._padding = scoring_rows(range(layout.rows))
         self._returns: list[tuple[int, int, int]] = []
         self._R = 0
@@ -144,7 +143,8 @@ class Slot:
     def write(self, batch: StepBatch, padded: int = 0) -> None:
         """Write a step; with `padded`, a decode step up to so many sequences.
 
-        A sequence of padding has one token, at position 0 of the trash page, whose row asks for nothing.
+        Padding is tokens at position 0 of the trash page whose rows ask for nothing. Their sequences are empty, so that
+        attention does nothing for them.
         """
         tokens, sequences, self._R = len(batch.tokens), len(batch.context), len(batch.rows)
         T, S, R = (padded, padded, padded) if padded else (tokens, sequences, self._R)
@@ -160,7 +160,8 @@ class Slot:
             view[: len(values)] = values
             if padded > len(values):
                 view[len(values) : padded] = filler
-        words["seq_start", 0][: S + 1] = self._count[: S + 1] if padded else batch.seq_start
+        starts = words["seq_start", 0]
+        starts[: sequences + 1], starts[sequences + 1 : S + 1] = batch.seq_start, tokens
         for group, (slots, pages) in enumerate(zip(batch.slots, batch.pages, strict=True)):
             width = pages.shape[1]
             words["page_strides", 0][group] = width

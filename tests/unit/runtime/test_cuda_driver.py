@@ -207,10 +207,10 @@ def test_a_written_step_can_be_read_back(steps: list[tuple[list[int], int, bool]
         ):
             size = max(padded, len(expected))
             assert found[name, 0][:size].tolist() == expected.tolist() + [filler] * (size - len(expected))
-        ends = batch.seq_start.tolist() + list(range(sequences + 1, padded + 1))
+        ends = batch.seq_start.tolist() + [tokens] * (padded - sequences)
         assert found["seq_start", 0][: len(ends)].tolist() == ends
         rows = found["rows", 0][: len(ends[1:]) * ROW.itemsize // 4].view(ROW)
-        assert rows["token"].tolist() == [end - 1 for end in ends[1:]]
+        assert rows["token"].tolist() == (list(range(padded)) or [end - 1 for end in ends[1:]])
         assert not rows["sample"].any()
         assert set(rows["target"].tolist()) == {-1}
         for group in range(2):
