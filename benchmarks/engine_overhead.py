@@ -90,6 +90,11 @@ class InstantDevice:
     def memory(self) -> dict[str, int]:
         return {}
 
+    def sleep(self) -> None:
+        pass
+
+    wake = sleep
+
     def close(self) -> None:
         pass
 

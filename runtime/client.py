@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from .loop import run_loop
 from .options import EngineOptions
 from .plan import Plan
 from .request import (
+    SLEEP_TAGS,
     Abort,
     Add,
     Command,
@@ -34,8 +35,11 @@ from .request import (
     Ping,
     ResetPrefixCache,
     Shutdown,
+    Sleep,
+    SleepTag,
     Stats,
     Tokens,
+    WakeUp,
 )
 
 if TYPE_CHECKING:
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
 
 STATS_PATIENCE = 0.5
 """Seconds to wait for the engine's state before answering with the last one known."""
+
+_SLEEP_POLL = 0.02
+"""Seconds between looks at whether the engine has fallen asleep, or is awake."""
 
 _log = logging.getLogger("toolkit.engine")
 T = TypeVar("T")
@@ -64,6 +71,12 @@ class AsyncEngine(Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running request uses."""
+
+    async def sleep(self) -> None:
+        """End all requests and give back the memory of weights and caches. Later requests wait."""
+
+    async def wake_up(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> None:
+        """Wake parts of what sleeps; requests run once all are awake. Raises InternalError if the engine is dead."""
 
     async def close(self, drain: bool = False) -> None:
         """Stop the engine; with `drain`, once the running requests are done. Requests still open end."""
@@ -190,6 +203,20 @@ class EngineClient(ABC):
         """See `AsyncEngine`."""
         self._attach()
         self._send(ResetPrefixCache())
+
+    async def sleep(self) -> None:
+        """See `AsyncEngine`."""
+        self._attach()
+        self._send(Sleep())
+        while (await self.stats()).asleep != SLEEP_TAGS:
+            await asyncio.sleep(_SLEEP_POLL)
+
+    async def wake_up(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> None:
+        """See `AsyncEngine`."""
+        self._attach()
+        self._send(WakeUp(tuple(tags)))
+        while not set(tags).isdisjoint((await self.stats()).asleep):
+            await asyncio.sleep(_SLEEP_POLL)
 
     # --- for the two kinds --------------------------------------------------------------------------------------------
 

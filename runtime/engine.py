@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -29,6 +29,7 @@ from .kv.prefix import PageKeys
 from .options import EngineOptions
 from .plan import Plan
 from .request import (
+    SLEEP_TAGS,
     STEP_TOKENS,
     Add,
     Error,
@@ -36,6 +37,7 @@ from .request import (
     Finished,
     FinishReason,
     RequestMetrics,
+    SleepTag,
     Stats,
     TokenLogprob,
     Tokens,
@@ -141,6 +143,8 @@ class Engine:
         self._arrivals = count()
         self._pending: list[Event] = []
         self._flight: deque[_Flight] = deque()
+        self.asleep: tuple[SleepTag, ...] = ()
+        """What sleeps."""
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._step_tokens = Histogram(STEP_TOKENS)
@@ -154,7 +158,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._sequences or self._pending or self._flight)
+        return bool(self._pending or (not self.asleep and (self._sequences or self._flight)))
 
     def add(self, command: Add) -> None:
         """Take a request; if it can't be served, `step` says so. Raises InternalError if its id is in use."""
@@ -246,6 +250,27 @@ class Engine:
         """Forget every cached prefix that no running request uses."""
         self.kv.forget_unused()
 
+    def sleep(self) -> None:
+        """End all requests and give back the memory of weights and caches. Requests that come later wait."""
+        awake, self.asleep = not self.asleep, SLEEP_TAGS
+        if not awake:
+            return
+        self.abort_all()
+        while self._flight:
+            self.device.wait(self._flight.popleft().ticket)
+        self.scheduler.clear_running()
+        self.device.sleep()
+
+    def wake_up(self, tags: Container[SleepTag] = SLEEP_TAGS) -> None:
+        """Wake parts of what sleeps; once all are awake the memory is taken again, and requests run.
+
+        Raises UserError if the weights can't be loaded.
+        """
+        left = tuple(tag for tag in self.asleep if tag not in tags)
+        if self.asleep and not left:
+            self.device.wake()
+        self.asleep = left
+
     def stats(self, number: int = 0) -> Stats:
         """The state now."""
         scheduler, speculator = self.scheduler, self._speculator
@@ -267,6 +292,7 @@ class Engine:
             page_tokens=self.kv.page_tokens,
             step_tokens=tuple(self._step_tokens.counts),
             step_tokens_sum=int(self._step_tokens.sum),
+            asleep=self.asleep,
             **(speculator.stats() if speculator is not None else {}),
         )
 
@@ -283,6 +309,8 @@ class Engine:
         """
         events, self._pending = self._pending, []
         self.turn()
+        if self.asleep:
+            return events
         self._audited = False
         try:
             while len(self._flight) < self.device.queue_depth:

@@ -18,7 +18,16 @@ from .errors import UserError
 from .options import EngineOptions, parse_memory
 from .output import Delta, Output, OutputStream, logprob_table
 from .prompt import Message, Prompt, Prompts
-from .request import Add, Event, FinishReason, RequestMetrics, SamplingParams, Stats
+from .request import (
+    SLEEP_TAGS,
+    Add,
+    Event,
+    FinishReason,
+    RequestMetrics,
+    SamplingParams,
+    SleepTag,
+    Stats,
+)
 
 Logprobs = dict[int, float]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -240,6 +249,37 @@ class LLM:
     def _stream(self, requests: list[_Request]) -> Iterator[Delta]:
         return (delta for _, delta in self._run(requests[0].commands[:1]))
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of weights and caches until `wake_up`; both levels, 1 and 2, do the same. Raises
+        UserError if another call is running."""
+        if level not in (1, 2):
+            raise UserError(f"level must be 1 or 2, not {level}")
+        with self._alone():
+            self._engine.sleep()
+
+    def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Take the memory again, once both "weights" and "kv_cache" are awake, and load the weights."""
+        with self._alone():
+            self._engine.wake_up(SLEEP_TAGS if tags is None else tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it must be woken before it can generate."""
+        return bool(self._engine.asleep)
+
+    def stats(self) -> Stats:
+        """The engine's state and counters, also of memory in bytes and of speculation."""
+        return self._engine.stats()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise UserError("this LLM is busy with another call: finish it first, or use AsyncLLM")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def close(self) -> None:
         """Free the plan's memory."""
         self._engine.device.close()
@@ -261,21 +301,21 @@ class LLM:
 
     def _run(self, commands: Sequence[Add]) -> Generator[tuple[int, Delta], None, None]:
         """Deltas with the index of their command, until all have ended."""
-        if not self._lock.acquire(blocking=False):
-            raise UserError("this LLM is busy with another call: finish it first, or use AsyncLLM")
         engine = self._engine
+        if engine.asleep:
+            raise UserError("this LLM is asleep: call wake_up() first")
         running: dict[str, tuple[int, OutputStream]] = {}
-        try:
-            for index, command in enumerate(commands):
-                running[command.request] = index, self._requests.stream(command)
-                engine.add(command)
-            while running:
-                for event in engine.step():
-                    yield from self._deliver(event, running)
-        finally:
-            for name in running:
-                engine.abort(name)
-            self._lock.release()
+        with self._alone():
+            try:
+                for index, command in enumerate(commands):
+                    running[command.request] = index, self._requests.stream(command)
+                    engine.add(command)
+                while running:
+                    for event in engine.step():
+                        yield from self._deliver(event, running)
+            finally:
+                for name in running:
+                    engine.abort(name)
 
     def _deliver(self, event: Event, running: dict[str, tuple[int, OutputStream]]) -> Iterator[tuple[int, Delta]]:
         if isinstance(event, Stats) or event.request not in running:
@@ -313,6 +353,16 @@ class AsyncLLM:
         async with aclosing(self._deltas(request.commands[0])) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def sleep(self, level: int = 1) -> None:
+        """End all requests and give back the memory of weights and caches; later requests wait for `wake_up`."""
+        if level not in (1, 2):
+            raise UserError(f"level must be 1 or 2, not {level}")
+        await self._engine.sleep()
+
+    async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Take the memory again, once both "weights" and "kv_cache" are awake, and load the weights."""
+        await self._engine.wake_up(SLEEP_TAGS if tags is None else tags)
 
     async def close(self) -> None:
         """Stop the engine and free the plan's memory."""

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import InternalError
-from .request import Abort, Add, Command, Error, Event, Ping, ResetPrefixCache, Shutdown
+from .request import Abort, Add, Command, Error, Event, Ping, ResetPrefixCache, Shutdown, Sleep, WakeUp
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -65,5 +65,9 @@ def _apply(engine: Engine, command: Command, closing: bool, events: list[Event])
             events.append(engine.stats(command.number))
         case ResetPrefixCache():
             engine.reset_prefix_cache()
+        case Sleep():
+            engine.sleep()
+        case WakeUp():
+            engine.wake_up(command.tags)
         case Shutdown(drain=False):
             engine.abort_all()

@@ -14,6 +14,11 @@ from .errors import UserError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+SleepTag = Literal["weights", "kv_cache"]
+"""What sleeps and can be woken by itself; vLLM's names."""
+SLEEP_TAGS: tuple[SleepTag, ...] = ("weights", "kv_cache")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to choose tokens. Names, meanings and defaults are vLLM's and OpenAI's."""
 
@@ -116,13 +121,23 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
     """Forget every cached prefix that no running request uses."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """End all requests and give back the memory of weights and caches. Later requests wait."""
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
+    """Take the memory of all, or of the parts named, back; requests run once all parts are there."""
+
+    tags: tuple[SleepTag, ...] = SLEEP_TAGS
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop; with `drain`, finish the running requests first."""
 
     drain: bool = False
 
 
-Command = Add | Abort | Ping | ResetPrefixCache | Shutdown
+Command = Add | Abort | Ping | ResetPrefixCache | Sleep | WakeUp | Shutdown
 
 
 # --- out of the engine ------------------------------------------------------------------------------------------------
@@ -216,6 +231,8 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     spec_accepted_tokens: int = 0
     spec_accepted_per_position: tuple[int, ...] = ()
     """Of a draft's first token, second, …: how often it was accepted."""
+    asleep: tuple[SleepTag, ...] = ()
+    """What of the engine sleeps."""
     spec_left_out: int = 0
     """Requests for which nothing is proposed, since a grammar restricts each token."""
 

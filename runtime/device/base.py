@@ -56,6 +56,13 @@ class Device(Protocol):
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind: weights, arena, kv, host."""
 
+    def sleep(self) -> None:
+        """Give back the memory of weights, caches and activations; only `wake` and `close` may follow. No step may be
+        in flight *(state)*."""
+
+    def wake(self) -> None:
+        """Take the memory again and load the weights; caches are empty *(state)*. Raises UserError if that fails."""
+
     def close(self) -> None:
         """Release everything; further calls are errors."""
 

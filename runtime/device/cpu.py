@@ -8,7 +8,7 @@ import mmap
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +69,7 @@ class CpuDevice:
         """Raises UserError if the CPU lacks what the plan needs or the memory does not suffice."""
         self.plan = plan
         self.threads = options.threads or usable_cores()
+        self._directory, self._verify, self._asleep = directory, options.verify, False
         budget = _budget(options)
         library = choose_library(plan.libraries, cpu_flags(), read_env().isa)
         with debug_phase(f"Kernels ({library.isa}, {self.threads} threads)"):
@@ -82,7 +83,8 @@ class CpuDevice:
         self.isa: str = library.isa
         self.pages = plan_pages(plan, budget)
         with debug_phase(f"Weights ({mib(plan.memory.weights)})"):
-            self._weights = _load_weights(directory, plan, options.verify)
+            self._weights = {file.file: _allocate(file.bytes) for file in plan.weight_files}
+            _load_weights(directory, plan, self._weights, options.verify)
         self._arena = _allocate(plan.memory.arena)
         self._caches = [
             _allocate(len(cache.layers) * pages * cache.page_bytes)
@@ -136,6 +138,8 @@ class CpuDevice:
     def _run(self, batch: StepBatch, profile: npt.NDArray[np.uint64] | None) -> Ticket:
         if not self._state.size:
             raise InternalError("a step was submitted to a closed device")
+        if self._asleep:
+            raise InternalError("a step was submitted to a sleeping device")
         check_step(self.plan, self.pages, batch)
         step, rows = self._step, len(batch.rows)
         step.T, step.S, step.R = len(batch.tokens), len(batch.context), rows
@@ -184,12 +188,29 @@ class CpuDevice:
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind."""
+        if self._asleep:
+            return {"weights": 0, "arena": 0, "kv": 0, "host": self._host_bytes}
         return {
             "weights": sum(array.nbytes for array in self._weights.values()),
             "arena": self._arena.nbytes,
             "kv": sum(cache.nbytes for cache in self._caches),
-            "host": self._top_tokens.nbytes + self._top_logprobs.nbytes + self._results.nbytes,
+            "host": self._host_bytes,
         }
+
+    @property
+    def _host_bytes(self) -> int:
+        return self._top_tokens.nbytes + self._top_logprobs.nbytes + self._results.nbytes
+
+    def sleep(self) -> None:
+        """See `base.Device`. Addresses stay, so that the kernels need not be told."""
+        self._asleep = True
+        for block in (self._arena, *self._weights.values(), *self._caches):
+            _drop(block)
+
+    def wake(self) -> None:
+        """See `base.Device`."""
+        _load_weights(self._directory, self.plan, self._weights, self._verify)
+        self._asleep = False
 
     def close(self) -> None:
         """Stop the threads and release the memory."""
@@ -243,6 +264,14 @@ def _allocate(size: int) -> Bytes:
     return np.frombuffer(region, np.uint8)
 
 
+def _drop(block: Bytes) -> None:
+    """Give memory of `_allocate` back to the system; it reads as zeros when it is touched again."""
+    if block.size:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(block.ctypes.data), ctypes.c_size_t(block.size), ctypes.c_int(mmap.MADV_DONTNEED)
+        )
+
+
 def _open_library(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
@@ -263,9 +292,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _load_weights(directory: Path, plan: Plan, verify: bool) -> dict[str, Bytes]:
-    """Each weight file as one block of memory; reading and hashing go on side by side."""
-    blocks = {file.file: _allocate(file.bytes) for file in plan.weight_files}
+def _load_weights(directory: Path, plan: Plan, blocks: Mapping[str, Bytes], verify: bool) -> None:
+    """Fill a block of memory for each weight file; reading and hashing go on side by side."""
     hashes = {file.file: file.sha256 for file in plan.weight_files if not file.random}
     stored = {name: block for name, block in blocks.items() if name in hashes}
     with ThreadPoolExecutor(4) as pool:
@@ -279,7 +307,6 @@ def _load_weights(directory: Path, plan: Plan, verify: bool) -> dict[str, Bytes]
         checks = [pool.submit(verify_file, directory, *each) for each in hashes.items() if verify]
         for job in (*reads, *checks):
             job.result()
-    return blocks
 
 
 def _read(path: Path, block: Bytes, start: int) -> None:

@@ -73,6 +73,9 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
         action("/pause", manage.pause),
         action("/resume", manage.resume),
         get("/is_paused", manage.is_paused),
+        action("/sleep", manage.sleep),
+        action("/wake_up", manage.wake_up),
+        get("/is_sleeping", manage.is_sleeping),
         *(post(path, manage.no_embeddings) for path in manage.EMBEDDING_ROUTES),
     ]
     kinds: tuple[type[Exception], ...] = (ApiError, UserError, InternalError, HTTPException, Exception)

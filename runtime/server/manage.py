@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ..request import SLEEP_TAGS
 from .errors import ApiError
 from .openai import parse
 from .render import json_response
@@ -96,6 +97,36 @@ async def resume(service: Service, request: Request) -> Response:
     """`POST /resume`: let requests start again."""
     service.gate.resume()
     return json_response({"status": "resumed"})
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    """`POST /sleep?level=1|2&mode=abort|wait`: end what runs, or wait for its end, and give back the memory of weights
+    and caches. New requests wait until `/wake_up`. Both levels are the same: weights are read from the plan again."""
+    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "abort")
+    if level not in ("1", "2"):
+        raise ApiError(400, f"level must be 1 or 2, not {level!r}", param="level")
+    if mode not in ("abort", "wait"):
+        raise ApiError(400, f"mode must be abort or wait, not {mode!r}", param="mode")
+    await service.gate.pause(abort=mode == "abort")
+    await service.engine.sleep()
+    return json_response({"status": "asleep"})
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    """`POST /wake_up?tags=weights&tags=kv_cache`: take the memory back once both parts are awake; requests go on."""
+    tags = [tag for tag in SLEEP_TAGS if tag in request.query_params.getlist("tags")]
+    wrong = sorted(set(request.query_params.getlist("tags")) - set(tags))
+    if wrong:
+        raise ApiError(400, f"tags must be {' or '.join(SLEEP_TAGS)}, not {wrong[0]!r}", param="tags")
+    await service.engine.wake_up(tags or SLEEP_TAGS)
+    if not (await service.engine.stats()).asleep:
+        service.gate.resume()
+    return json_response({"status": "awake"})
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    """`GET /is_sleeping`."""
+    return json_response({"is_sleeping": bool((await service.engine.stats()).asleep)})
 
 
 async def is_paused(service: Service, request: Request) -> Response:

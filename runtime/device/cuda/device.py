@@ -60,26 +60,16 @@ class CudaDevice:
         module = choose_module(plan.modules, gpu.arch, gpu.name, gpu.shared_memory)
         self.isa: str = module.arch
         self.name, self.cuda_version = gpu.name, gpu.cuda_version
-        winners = read_tuned(directory, plan, gpu.name) if tuned else {}
+        self._winners = read_tuned(directory, plan, gpu.name) if tuned else {}
+        self._directory, self._verify = directory, options.verify
         self._layout = Layout(plan)
         self.pages = plan_pages(plan, self._budget(options))
         self._stream = gpu.stream()
         with debug_phase(f"Kernels ({gpu.name}, {module.arch})"):
             self._kernels = Kernels(gpu, directory, module, verify=options.verify)
-        with debug_phase(f"Weights ({mib(plan.memory.weights)})"):
-            self._weights = Weights(gpu, plan)
-            self._weights.load(directory, self._kernels.of_runtime("random_fill"), self._stream, verify=options.verify)
-        self._open_memory()
-        with debug_phase("Graphs"):
-            self._buckets = {
-                bucket.name: self._prepare(bucket, winners.get(bucket.name, {})) for bucket in plan.buckets
-            }
-        self._copies = [self._copy_program(group) for group in range(len(plan.caches))]
-        call(gpu.driver.cuStreamSynchronize, self._stream)
-        self._submitted = self._retired = 0
-        self._rows = 0
         self._failure = ""
         self._closed = False
+        self.wake()
         held = ", ".join(f"{name} {mib(size)}" for name, size in self.memory().items())
         debug(1, f"Memory: {held}; {' + '.join(map(str, self.pages))} pages of K/V")
 
@@ -87,6 +77,48 @@ class CudaDevice:
         """Bytes of GPU memory for what the plan says it needs."""
         allowed = options.memory if options.memory > 1 else options.memory * self._gpu.free_memory()
         return int(allowed) - max(0, self._layout.bytes - self.plan.memory.host)
+
+    def wake(self) -> None:
+        """Take memory, load the weights, and capture graphs; also what is done first (see `base.Device`)."""
+        gpu, plan = self._gpu, self.plan
+        gpu.make_current()
+        with debug_phase(f"Weights ({mib(plan.memory.weights)})"):
+            self._weights = Weights(gpu, plan)
+            self._weights.load(
+                self._directory, self._kernels.of_runtime("random_fill"), self._stream, verify=self._verify
+            )
+        self._open_memory()
+        with debug_phase("Graphs"):
+            self._buckets = {
+                bucket.name: self._prepare(bucket, self._winners.get(bucket.name, {})) for bucket in plan.buckets
+            }
+        self._copies = [self._copy_program(group) for group in range(len(plan.caches))]
+        call(gpu.driver.cuStreamSynchronize, self._stream)
+        self._submitted = self._retired = 0
+        self._rows = 0
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """See `base.Device`. Kernels stay loaded."""
+        self._gpu.make_current()
+        self._release()
+        self._asleep = True
+
+    def _release(self) -> None:
+        """Wait for what is queued, and give back graphs and memory, but no kernels."""
+        gpu, driver = self._gpu, self._gpu.driver
+        call(driver.cuStreamSynchronize, self._stream)
+        for ready in self._buckets.values():
+            if ready.graph is not None:
+                call(driver.cuGraphExecDestroy, ready.graph)
+        self._buckets, self._copies = {}, []
+        for address in (self._arena, self._inputs, self._state, *self._caches):
+            gpu.free(address)
+        self._weights.close()
+        for extra in self._extras:
+            extra.close()
+        self._slots.clear()
+        self._ring.close()
 
     def _open_memory(self) -> None:
         """The arena, the caches, the block of step inputs, and the ring that the host writes them to; all zero."""
@@ -189,6 +221,8 @@ class CudaDevice:
         """Write a step into its slot of the ring; the bucket that will run it."""
         if self._closed:
             raise InternalError("a step was submitted to a closed device")
+        if self._asleep:
+            raise InternalError("a step was submitted to a sleeping device")
         if self._failure:
             raise InternalError(f"the GPU failed in an earlier step, so the process must be restarted: {self._failure}")
         if self._submitted - self._retired >= self.queue_depth:
@@ -283,6 +317,8 @@ class CudaDevice:
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind; all but `host` on the GPU."""
+        if self._asleep:
+            return {"weights": 0, "arena": 0, "kv": 0, "host": 0}
         arena, inputs, state, *caches = self._sizes
         return {
             "weights": self._weights.bytes,
@@ -299,18 +335,9 @@ class CudaDevice:
         gpu, driver = self._gpu, self._gpu.driver
         gpu.make_current()
         try:
-            call(driver.cuStreamSynchronize, self._stream)
-            for ready in self._buckets.values():
-                if ready.graph is not None:
-                    call(driver.cuGraphExecDestroy, ready.graph)
+            if not self._asleep:
+                self._release()
             self._kernels.close()
-            for address in (self._arena, self._inputs, self._state, *self._caches):
-                gpu.free(address)
-            self._weights.close()
-            for extra in self._extras:
-                extra.close()
-            self._slots = []
-            self._ring.close()
             call(driver.cuStreamDestroy, self._stream)
         except DriverError:  # after a failure nothing can be given back one by one
             pass

@@ -79,7 +79,7 @@ class FakeDevice:
         self.batches: list[StepBatch] = []
         self.fail_submit: Exception | None = None
         self.fail_wait: Exception | None = None
-        self.closed = False
+        self.closed = self.asleep = False
         slots = (pages + 1) * max((cache.page_tokens for cache in plan.caches), default=0)
         self._stores = [np.zeros((2, slots), np.uint64) for _ in plan.caches]
         self._logits = _logits(plan.model.vocab_size)
@@ -91,6 +91,7 @@ class FakeDevice:
         if self.fail_submit is not None:
             error, self.fail_submit = self.fail_submit, None
             raise error
+        assert not self.asleep
         self._check(batch)
         self.batches.append(batch)
         self._result = self._run(batch)
@@ -121,6 +122,15 @@ class FakeDevice:
 
     def memory(self) -> dict[str, int]:
         return {"kv": sum(store.nbytes for store in self._stores)}
+
+    def sleep(self) -> None:
+        self.asleep = True
+        for store in self._stores:
+            store.fill(0)
+
+    def wake(self) -> None:
+        assert self.asleep
+        self.asleep = False
 
     def close(self) -> None:
         self.closed = True

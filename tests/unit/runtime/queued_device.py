@@ -74,6 +74,13 @@ class QueuedDevice:
     def memory(self) -> dict[str, int]:
         return self.inner.memory()
 
+    def sleep(self) -> None:
+        assert not self._queue
+        self.inner.sleep()
+
+    def wake(self) -> None:
+        self.inner.wake()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -23,12 +23,14 @@ from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.plan import Plan
 from toolkit.runtime.prompt import Prompts
 from toolkit.runtime.request import (
+    SLEEP_TAGS,
     Add,
     Error,
     Event,
     Finished,
     FinishReason,
     RequestMetrics,
+    SleepTag,
     Stats,
     TokenLogprob,
     Tokens,
@@ -100,6 +102,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     stats_delay: float = 0.0
     resets: int = 0
+    asleep: tuple[SleepTag, ...] = ()
     told: set[str] = field(default_factory=set)
     """Requests told to abort."""
 
@@ -155,7 +158,13 @@ class FakeEngine:
         await asyncio.sleep(self.stats_delay)
         if self.dead:
             raise InternalError(self.dead)
-        return Stats(0, 1, 2, 0.25, 10, 5, 0, 0, 0, 7, 0.0)
+        return Stats(0, 1, 2, 0.25, 10, 5, 0, 0, 0, 7, 0.0, asleep=self.asleep)
+
+    async def sleep(self) -> None:
+        self.asleep = SLEEP_TAGS
+
+    async def wake_up(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> None:
+        self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1

@@ -92,6 +92,31 @@ def test_pause_and_resume(mode: str) -> None:
     serve(test)
 
 
+def test_sleep_and_wake_up() -> None:
+    async def test(server: Server) -> None:
+        assert (await server.client.get("/is_sleeping")).json() == {"is_sleeping": False}
+        server.engine.stall_after = 2
+        running = asyncio.create_task(post(server, "/v1/completions", {"prompt": "a"}))
+        await started(server, 1)
+        assert (await server.client.post("/sleep?level=2")).status_code == 200
+        assert (await running)["choices"][0]["finish_reason"] == "abort"
+        assert (await server.client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        server.engine.stall_after = -1
+        waiting = asyncio.create_task(post(server, "/v1/completions", {"prompt": "b"}))
+        await server.client.post("/wake_up?tags=weights")
+        await asyncio.sleep(0.02)
+        assert len(server.engine.commands) == 1
+        assert (await server.client.get("/is_sleeping")).json() == {"is_sleeping": True}
+        await server.client.post("/wake_up?tags=kv_cache")
+        assert (await waiting)["choices"][0]["text"] == REPLY
+        for wrong in ("sleep?mode=keep", "sleep?level=3", "wake_up?tags=lora"):
+            response = await server.client.post(f"/{wrong}")
+            name = wrong.partition("?")[2].partition("=")[0]
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+    serve(test)
+
+
 def test_the_prefix_cache_is_reset() -> None:
     async def test(server: Server) -> None:
         assert (await server.client.post("/reset_prefix_cache")).status_code == 200
