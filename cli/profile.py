@@ -63,7 +63,7 @@ def profile(directory: Path, options: EngineOptions, size: StepSize, runs: int) 
     try:
         step = make_step(device, size)
         device.profile(step)
-        times = np.median([device.profile(step) for _ in range(runs)], axis=0)
+        times = np.median([device.profile(step)[1] for _ in range(runs)], axis=0)
     finally:
         device.close()
     launches = []

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ from .request import (
     Event,
     Finished,
     Ping,
+    Profile,
+    Profiled,
     ResetPrefixCache,
     Shutdown,
     Sleep,
@@ -78,6 +80,12 @@ class AsyncEngine(Protocol):
     async def wake_up(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> None:
         """Wake parts of what sleeps; requests run once all are awake. Raises InternalError if the engine is dead."""
 
+    async def profile(self, steps: int) -> bytes:
+        """Record the next `steps` steps; with 0, end that and return the trace (see `profiler`).
+
+        Raises UserError if it is recording already, or not.
+        """
+
     async def close(self, drain: bool = False) -> None:
         """Stop the engine; with `drain`, once the running requests are done. Requests still open end."""
 
@@ -119,6 +127,7 @@ class EngineClient(ABC):
         self._streams: dict[str, Stream] = {}
         self._aborted: set[str] = set()
         self._pings: dict[int, asyncio.Future[Stats]] = {}
+        self._profiles: dict[int, asyncio.Future[Profiled]] = {}
         self._numbers = count(1)
         self._waiters: list[asyncio.Future[None]] = []
         self._state: Stats | None = None
@@ -218,6 +227,22 @@ class EngineClient(ABC):
         while not set(tags).isdisjoint((await self.stats()).asleep):
             await asyncio.sleep(_SLEEP_POLL)
 
+    async def profile(self, steps: int) -> bytes:
+        """See `AsyncEngine`."""
+        loop = self._attach()
+        await self.ready()
+        number = next(self._numbers)
+        answer: asyncio.Future[Profiled] = loop.create_future()
+        self._profiles[number] = answer
+        self._send(Profile(number, steps))
+        try:
+            profiled = await answer
+        finally:
+            del self._profiles[number]
+        if profiled.error:
+            raise UserError(profiled.error)
+        return profiled.trace
+
     # --- for the two kinds --------------------------------------------------------------------------------------------
 
     def _attach(self) -> asyncio.AbstractEventLoop:
@@ -244,6 +269,9 @@ class EngineClient(ABC):
         for event in events:
             if isinstance(event, Stats):
                 self._take_stats(event)
+            elif isinstance(event, Profiled):
+                if (profile := self._profiles.get(event.number)) is not None:
+                    profile.set_result(event)
             elif (stream := self._streams.get(event.request)) is not None:
                 stream.push(event)
             elif isinstance(event, Error) and not event.request:
@@ -274,7 +302,8 @@ class EngineClient(ABC):
             if not stream.ended:
                 stream.push(Error(name, str(failure), user_fault=False))
         self._aborted.clear()
-        for answer in self._pings.values():
+        answers: list[asyncio.Future[Any]] = [*self._pings.values(), *self._profiles.values()]
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(InternalError(str(failure)))
         self._wake()

@@ -28,6 +28,7 @@ from .kv.manager import KVManager
 from .kv.prefix import PageKeys
 from .options import EngineOptions
 from .plan import Plan
+from .profiler import Profiler
 from .request import (
     SLEEP_TAGS,
     STEP_TOKENS,
@@ -36,6 +37,8 @@ from .request import (
     Event,
     Finished,
     FinishReason,
+    Profile,
+    Profiled,
     RequestMetrics,
     SleepTag,
     Stats,
@@ -148,6 +151,7 @@ class Engine:
         self._audited = True
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._step_tokens = Histogram(STEP_TOKENS)
+        self._profiler: Profiler | None = None
         self._log = StepLog(clock, self._describe)
         self._turn = clock()
         self._retired = 0.0
@@ -270,6 +274,18 @@ class Engine:
         if self.asleep and not left:
             self.device.wake()
         self.asleep = left
+
+    def profile(self, command: Profile) -> Profiled:
+        """Begin or end a recording of steps."""
+        if command.steps and self._profiler is not None:
+            return Profiled(command.number, error="a profile is being recorded already: end it first")
+        if not command.steps and self._profiler is None:
+            return Profiled(command.number, error="no profile is being recorded")
+        if self._profiler is None:
+            self._profiler = Profiler(self, command.steps)
+            return Profiled(command.number)
+        profiler, self._profiler = self._profiler, None
+        return Profiled(command.number, profiler.stop())
 
     def stats(self, number: int = 0) -> Stats:
         """The state now."""

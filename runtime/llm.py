@@ -23,6 +23,7 @@ from .request import (
     Add,
     Event,
     FinishReason,
+    Profiled,
     RequestMetrics,
     SamplingParams,
     SleepTag,
@@ -318,7 +319,7 @@ class LLM:
                     engine.abort(name)
 
     def _deliver(self, event: Event, running: dict[str, tuple[int, OutputStream]]) -> Iterator[tuple[int, Delta]]:
-        if isinstance(event, Stats) or event.request not in running:
+        if isinstance(event, Stats | Profiled) or event.request not in running:
             return
         index, stream = running[event.request]
         delta = stream.push(event)

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from .errors import InternalError
-from .request import Abort, Add, Command, Error, Event, Ping, ResetPrefixCache, Shutdown, Sleep, WakeUp
+from .request import Abort, Add, Command, Error, Event, Ping, Profile, ResetPrefixCache, Shutdown, Sleep, WakeUp
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -63,6 +63,8 @@ def _apply(engine: Engine, command: Command, closing: bool, events: list[Event])
             engine.abort(command.request)
         case Ping():
             events.append(engine.stats(command.number))
+        case Profile():
+            events.append(engine.profile(command))
         case ResetPrefixCache():
             engine.reset_prefix_cache()
         case Sleep():

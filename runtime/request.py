@@ -131,13 +131,24 @@ class WakeUp(msgspec.Struct, frozen=True, tag="wake_up"):
     tags: tuple[SleepTag, ...] = SLEEP_TAGS
 
 
+MAX_PROFILE_STEPS = 1000
+
+
+class Profile(msgspec.Struct, frozen=True, tag="profile"):
+    """Record the next `steps` steps, or with 0 end the recording; answered by `Profiled`."""
+
+    number: int
+    steps: int
+    """At most `MAX_PROFILE_STEPS`."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop; with `drain`, finish the running requests first."""
 
     drain: bool = False
 
 
-Command = Add | Abort | Ping | ResetPrefixCache | Sleep | WakeUp | Shutdown
+Command = Add | Abort | Ping | Profile | ResetPrefixCache | Sleep | WakeUp | Shutdown
 
 
 # --- out of the engine ------------------------------------------------------------------------------------------------
@@ -237,4 +248,14 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Requests for which nothing is proposed, since a grammar restricts each token."""
 
 
-Event = Tokens | Finished | Error | Stats
+class Profiled(msgspec.Struct, frozen=True, tag="profiled"):
+    """The answer to `Profile`."""
+
+    number: int
+    trace: bytes = b""
+    """JSON for Chrome or Perfetto, see `profiler`."""
+    error: str = ""
+    """Why it can't be done."""
+
+
+Event = Tokens | Finished | Error | Stats | Profiled

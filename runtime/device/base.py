@@ -50,8 +50,9 @@ class Device(Protocol):
     def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (source, destination) over all layers of a group *(state)*."""
 
-    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
-        """Run a step *(state)*; seconds [launches, 1 + threads]: of the whole launch, then of each thread at work."""
+    def profile(self, batch: StepBatch) -> tuple[Ticket, npt.NDArray[np.float64]]:
+        """Run a step *(state)*; its ticket, and seconds [launches, 1 + threads]: of the whole launch, then of each
+        thread at work."""
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind: weights, arena, kv, host."""

@@ -179,12 +179,11 @@ class CpuDevice:
         for source, destination in pairs:
             pages[:, destination] = pages[:, source]
 
-    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
+    def profile(self, batch: StepBatch) -> tuple[Ticket, npt.NDArray[np.float64]]:
         """Run a step with a barrier and clocks around every launch of the bucket that it fits (see `base.Device`)."""
         bucket = find_bucket(self.plan, batch)
         times = np.zeros((len(bucket.launches), 1 + self.threads), np.uint64)
-        self._run(batch, times)
-        return times.astype(np.float64) * 1e-9
+        return self._run(batch, times), times.astype(np.float64) * 1e-9
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by kind."""

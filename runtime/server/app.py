@@ -70,6 +70,8 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
         post("/inference/v1/generate", generate_tokens),
         post("/abort_requests", manage.abort_requests),
         action("/reset_prefix_cache", manage.reset_prefix_cache),
+        action("/start_profile", manage.start_profile),
+        action("/stop_profile", manage.stop_profile),
         action("/pause", manage.pause),
         action("/resume", manage.resume),
         get("/is_paused", manage.is_paused),

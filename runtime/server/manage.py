@@ -9,12 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
-from ..request import SLEEP_TAGS
+from ..request import MAX_PROFILE_STEPS, SLEEP_TAGS
 from .errors import ApiError
 from .openai import parse
 from .render import json_response
 from .service import Service
 
+PROFILE_STEPS = 100
+"""Steps of a profile that says no number."""
 EMBEDDING_ROUTES = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank")
 
 
@@ -74,6 +76,21 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     """`POST /reset_prefix_cache`: forget every cached prefix that no running request uses."""
     await service.engine.reset_prefix_cache()
     return json_response({"status": "ok"})
+
+
+async def start_profile(service: Service, request: Request) -> Response:
+    """`POST /start_profile?steps=100`: record the engine's next steps, launch by launch."""
+    given = request.query_params.get("steps", str(PROFILE_STEPS))
+    if not given.isdecimal() or len(given) > 9 or not 1 <= int(given) <= MAX_PROFILE_STEPS:
+        raise ApiError(400, f"steps must be 1 to {MAX_PROFILE_STEPS}, not {given!r}.", param="steps")
+    await service.engine.profile(int(given))
+    return json_response({"status": "profiling", "steps": int(given)})
+
+
+async def stop_profile(service: Service, request: Request) -> Response:
+    """`POST /stop_profile`: what was recorded, as a trace for Chrome or Perfetto."""
+    trace = await service.engine.profile(0)
+    return Response(trace, media_type="application/json")
 
 
 async def pause(service: Service, request: Request) -> Response:

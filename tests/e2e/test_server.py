@@ -26,6 +26,8 @@ import pytest
 from e2e.serving import ServerProcess, StartServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from toolkit.runtime.load import read_plan
+
 QUESTION: list[dict[str, str]] = [
     {"role": "system", "content": "You answer in one short sentence."},
     {"role": "user", "content": "What is the capital of France?"},
@@ -103,6 +105,45 @@ def test_gauges_are_zero_soon_after_aborts(server: ServerProcess) -> None:
         next(lines)
         wait_until(lambda: all(metric(server, name) > 0 for name in gauges[::2]), 10)
     assert wait_until(lambda: all(metric(server, name) == 0 for name in gauges), 10) < 10
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_shows_every_launch_and_changes_no_answer(server: ServerProcess, smollm2_plan: Path) -> None:
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+    def ask_once() -> Any:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        return answer["choices"][0]["token_ids"]
+
+    expected = ask_once()
+    assert httpx.post(f"{server.url}/start_profile?steps=3").json() == {"status": "profiling", "steps": 3}
+    assert httpx.post(f"{server.url}/start_profile").status_code == 400
+    assert ask_once() == expected
+    trace = httpx.post(f"{server.url}/stop_profile").json()
+    assert httpx.post(f"{server.url}/stop_profile").status_code == 400
+    assert ask_once() == expected
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    runs = [each for each in spans if each["name"] == "run"]
+    assert len(runs) == 3
+    assert runs[-1]["args"] == {"tokens": 1, "sequences": 1, "rows": 1}
+    for phase in ("step", "schedule", "build", "submit", "wait", "update"):
+        assert len([each for each in spans if each["name"] == phase]) >= 2, phase
+    launches = [each for each in spans if each["tid"] == 2]
+    names = {launch.op for bucket in read_plan(smollm2_plan).buckets for launch in bucket.launches}
+    assert {each["name"] for each in launches} <= names
+    assert len(launches) >= 3 * 60
+    assert all(each["dur"] >= 0 for each in spans)
+    for run in runs:
+        inside = [each for each in launches if run["ts"] <= each["ts"] <= run["ts"] + run["dur"]]
+        assert 0 < sum(each["dur"] for each in inside) <= run["dur"]
+
+
+@pytest.mark.parametrize("steps", ["0", "1001", "-1", "x", "9" * 30])
+def test_a_profile_has_bounds(server: ServerProcess, steps: str) -> None:
+    answer = httpx.post(f"{server.url}/start_profile", params={"steps": steps})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "steps")
 
 
 # --- structured output ------------------------------------------------------------------------------------------------

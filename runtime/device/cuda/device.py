@@ -279,15 +279,16 @@ class CudaDevice:
             program.set_argument(0, 5, destination)
             program.launch()
 
-    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
+    def profile(self, batch: StepBatch) -> tuple[Ticket, npt.NDArray[np.float64]]:
         """Run a step launch by launch, each after the one before has ended (see `base.Device`)."""
         ready = self._write(batch)
         self._submitted += 1
         if not ready.graph:
             ready.program.resize(len(batch.tokens), len(batch.context), len(batch.rows))
         times = ready.program.launch_timed()
-        self.wait(Ticket(self._submitted))
-        return np.repeat(times[1:-1, None], 2, axis=1)
+        ticket = Ticket(self._submitted)
+        self.wait(ticket)
+        return ticket, np.repeat(times[1:-1, None], 2, axis=1)
 
     def replay(self, batch: StepBatch, count: int) -> float:
         """Seconds a step when its launches (of a decode step, its graph) run `count` times, back to back, on the same

@@ -170,7 +170,7 @@ def test_random_weights_are_those_of_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_profile_and_a_replay_take_time(device: CudaDevice) -> None:
-    times = device.profile(decode_batch([1, 2]))
+    _, times = device.profile(decode_batch([1, 2]))
     assert times.shape == (4, 2)
     assert np.all((times > 0) & (times < 0.1))
     assert 0 < device.replay(decode_batch([1, 2, 3, 4]), 50) < 0.01

@@ -14,7 +14,7 @@ from unit.runtime.queued_device import QueuedDevice
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.plan import Plan
-from toolkit.runtime.request import Add, Error, Event, Finished, SamplingParams, Stats, TokenLogprob, Tokens
+from toolkit.runtime.request import Add, Error, Event, Finished, Profiled, SamplingParams, Stats, TokenLogprob, Tokens
 
 PLENTY = 100
 """Pages for any test's load."""
@@ -89,7 +89,7 @@ class Output:
     error: Error | None = None
 
     def take(self, event: Event) -> None:
-        assert not isinstance(event, Stats)
+        assert not isinstance(event, Stats | Profiled)
         assert self.finished is None, "an event came after the last one"
         assert self.error is None, "an event came after the last one"
         if isinstance(event, Tokens):
@@ -135,7 +135,7 @@ def run(
             assert engine.kv.usage == 0.0
             return outputs
         for event in engine.step():
-            assert not isinstance(event, Stats)
+            assert not isinstance(event, Stats | Profiled)
             outputs[event.request].take(event)
         engine.kv.check()
     raise AssertionError(f"requests did not end within {max_steps} steps")

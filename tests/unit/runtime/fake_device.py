@@ -116,9 +116,8 @@ class FakeDevice:
             assert destination != 0
             pages[:, destination] = pages[:, source]
 
-    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
-        self.submit(batch)
-        return np.zeros((0, 2))
+    def profile(self, batch: StepBatch) -> tuple[Ticket, npt.NDArray[np.float64]]:
+        return FakeDevice.submit(self, batch), np.zeros((0, 2))
 
     def memory(self) -> dict[str, int]:
         return {"kv": sum(store.nbytes for store in self._stores)}

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.applications import Starlette
 from unit.runtime.sample_plan import sample_plan
 
-from toolkit.runtime.errors import InternalError
+from toolkit.runtime.errors import InternalError, UserError
 from toolkit.runtime.output import IncrementalDecoder
 from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.plan import Plan
@@ -103,6 +103,7 @@ class FakeEngine:
     stats_delay: float = 0.0
     resets: int = 0
     asleep: tuple[SleepTag, ...] = ()
+    profiling: bool = False
     told: set[str] = field(default_factory=set)
     """Requests told to abort."""
 
@@ -165,6 +166,12 @@ class FakeEngine:
 
     async def wake_up(self, tags: Sequence[SleepTag] = SLEEP_TAGS) -> None:
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
+
+    async def profile(self, steps: int) -> bytes:
+        if bool(steps) == self.profiling:
+            raise UserError("a profile is being recorded already" if steps else "no profile is being recorded")
+        self.profiling = bool(steps)
+        return b"" if steps else b'{"traceEvents": []}'
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
