@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from ..runtime.errors import UserError
-from ..runtime.options import EngineOptions
-from .options import engine_options
+from ..runtime.options import EngineOptions, KVEventsConfig
+from .options import engine_options, parse_config
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -62,6 +63,7 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True, help="Least level of logs.")
 @click.option("--enable-log-requests", is_flag=True, help="Log requests' parameters; at level debug also prompts.")
 @click.option("--otlp-traces-endpoint", help="URL that OpenTelemetry traces are sent to, over HTTP.")
+@click.option("--kv-events-config", metavar="JSON", help="Tell routers what the prefix cache holds, over ZeroMQ.")
 @engine_options
 def command(
     *,
@@ -76,6 +78,7 @@ def command(
     allow_credentials: bool,
     tool_call_parser: str | None,
     reasoning_parser: str | None,
+    kv_events_config: str | None,
     options: EngineOptions,
     **rest: Any,
 ) -> None:
@@ -101,6 +104,8 @@ def command(
         cors_credentials=allow_credentials,
         **rest,
     )
+    events = parse_config("--kv-events-config", kv_events_config, KVEventsConfig)
+    options = msgspec.structs.replace(options, kv_events_config=events)
     parsers = {"tool_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
     serve(plan, options, host=host, port=port, http=http, **parsers)
 

@@ -95,7 +95,7 @@ def main(arguments: list[str], open_engine: OpenEngine = open_engine) -> int:
         gc.freeze()  # what was loaded stays: later collections need not look at it
         port.send([engine.stats()])
         run_loop(engine, port)
-        engine.device.close()
+        engine.close()
         return 0
     except UserError as error:
         port.send([Error("", str(error), user_fault=True)])

@@ -383,7 +383,7 @@ def _run_engine(engine: Engine, port: _ThreadPort) -> None:
         _log.exception("the engine loop failed")
         port.fail(InternalError(f"the engine failed: {error}"))
     finally:
-        engine.device.close()
+        engine.close()
 
 
 def _stop_engine(thread: threading.Thread, commands: queue.SimpleQueue[Command]) -> None:

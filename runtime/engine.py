@@ -24,6 +24,7 @@ from .device.base import Device, Ticket
 from .errors import InternalError, UserError
 from .grammar import Grammars
 from .histogram import Histogram
+from .kv.events import Sink, ZmqPublisher
 from .kv.manager import KVManager
 from .kv.prefix import PageKeys
 from .options import EngineOptions
@@ -70,7 +71,23 @@ def open_engine(directory: Path, options: EngineOptions) -> Engine:
     with debug_phase("Plan"):
         plan = read_plan(directory)
         step_limits(plan, options)
-    return Engine(open_device(directory, plan, options), options, grammars=Grammars(directory, plan))
+    events = _open_events(options)
+    try:
+        device = open_device(directory, plan, options)
+    except BaseException:
+        if events is not None:
+            events.close()
+        raise
+    return Engine(device, options, grammars=Grammars(directory, plan), kv_events=events)
+
+
+def _open_events(options: EngineOptions) -> Sink | None:
+    config = options.kv_events_config
+    if config is None or not config.enabled:
+        return None
+    if not options.prefix_cache:
+        raise UserError("KV events tell of the prefix cache, which is off: leave prefix_cache on, or the events out")
+    return ZmqPublisher(config)
 
 
 def step_limits(plan: Plan, options: EngineOptions) -> Limits:
@@ -120,6 +137,7 @@ class Engine:
         options: EngineOptions,
         *,
         grammars: Grammars | None = None,
+        kv_events: Sink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises UserError if an option asks for more than the plan was compiled for."""
@@ -134,7 +152,9 @@ class Engine:
             lanes=limits.sequences,
             max_context=plan.model.max_context,
             prefix_cache=options.prefix_cache,
+            medium="" if kv_events is None else "GPU" if plan.kind == "cuda" else "CPU",
         )
+        self._kv_events = kv_events
         self.scheduler = Scheduler(self.kv, limits)
         self.max_tokens = min(plan.model.max_context, self.kv.capacity + 1)
         """Most tokens of a sequence: the last one need not be in the cache."""
@@ -253,6 +273,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no running request uses."""
         self.kv.forget_unused()
+        self._tell_events()
 
     def sleep(self) -> None:
         """End all requests and give back the memory of weights and caches. Requests that come later wait."""
@@ -263,6 +284,7 @@ class Engine:
         while self._flight:
             self.device.wait(self._flight.popleft().ticket)
         self.scheduler.clear_running()
+        self._tell_events()
         self.device.sleep()
 
     def wake_up(self, tags: Container[SleepTag] = SLEEP_TAGS) -> None:
@@ -326,6 +348,7 @@ class Engine:
         events, self._pending = self._pending, []
         self.turn()
         if self.asleep:
+            self._tell_events()
             return events
         self._audited = False
         try:
@@ -342,7 +365,18 @@ class Engine:
         if not self._sequences:
             self._log.flush()
             self._retired = 0.0
+        self._tell_events()
         return events
+
+    def _tell_events(self) -> None:
+        if self._kv_events is not None and self.kv.events is not None and (events := self.kv.events.take()):
+            self._kv_events.publish(events)
+
+    def close(self) -> None:
+        """Release the device; the engine can't be used any more."""
+        self.device.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _schedule(self) -> list[Chunk]:
         """The chunks of the next step, if there is something that can be done now."""
@@ -410,6 +444,7 @@ class Engine:
                 raise InternalError("pages are held although no request is running")
         except InternalError as error:
             self.scheduler.clear_running()
+            self._tell_events()
             return [Error("", f"the page audit failed, and the cache was reset: {error}", user_fault=False)]
         return []
 
@@ -437,7 +472,8 @@ class Engine:
                 self._refuse(sequence, max(failed), events)
                 continue
             if computed // page_tokens > chunk.table.settled:
-                self.kv.settle(chunk.table, self._keys(sequence, computed), computed)
+                keys = self._keys(sequence, computed)
+                self.kv.settle(chunk.table, keys, computed, sequence.tokens, sequence.keys.salt)
             if chunk.scores:
                 _score(chunk, result, first)
             if drawn:

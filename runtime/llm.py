@@ -283,7 +283,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the plan's memory."""
-        self._engine.device.close()
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self

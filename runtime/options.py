@@ -81,6 +81,29 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.prompt_lookup_max or self.prompt_lookup_min or 5
 
 
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where changes of the prefix cache are told; names and defaults are vLLM's."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] = "zmq"
+    endpoint: str = "tcp://*:5557"
+    """Where batches are published: bound if it has a `*` or is of this machine alone, else connected to."""
+    replay_endpoint: str | None = None
+    """Where batches that were missed can be asked for."""
+    buffer_steps: int = 10_000
+    """Batches that can still be asked for."""
+    hwm: int = 100_000
+    """Batches that are kept for a slow subscriber; later ones are dropped for it."""
+    max_queue_size: int = 100_000
+    """Batches on their way out of the engine."""
+    topic: str = ""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is told."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engine options; zero means "as the plan and the machine allow"."""
 
@@ -97,6 +120,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Hash weight files and libraries when loading."""
     speculative_config: SpeculativeConfig | None = None
     """Guess tokens and verify several in one step."""
+    kv_events_config: KVEventsConfig | None = None
+    """Tell routers what the prefix cache holds."""
 
 
 def parse_memory(text: str) -> float:

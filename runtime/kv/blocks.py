@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..errors import InternalError
 
@@ -18,9 +18,10 @@ class PagePool:
     it can be found again), or *free*. Cached pages are taken when no free one is left, least recently used first.
     """
 
-    def __init__(self, pages: int) -> None:
-        """`pages` counts the trash page."""
+    def __init__(self, pages: int, removed: Callable[[bytes], None] | None = None) -> None:
+        """`pages` counts the trash page; `removed` is told the keys of content that is known no more."""
         self.pages = pages
+        self._removed = removed
         self._references = [0] * pages
         self._free = list(range(pages - 1, TRASH, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -70,11 +71,14 @@ class PagePool:
         """The page whose content has this key."""
         return self._page_of.get(key)
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Make a full, used page known by its content, unless another page with the same content already is."""
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+    def publish(self, page: int, key: bytes) -> bool:
+        """Make a full, used page known by its content, unless another page with the same content already is; whether
+        it is new."""
+        if key in self._page_of or page in self._key_of:
+            return False
+        self._page_of[key] = page
+        self._key_of[page] = key
+        return True
 
     def forget(self, key: bytes) -> None:
         """Make the content with this key unknown."""
@@ -93,7 +97,10 @@ class PagePool:
         self._cached.clear()
 
     def _unlink(self, page: int) -> None:
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        if self._removed is not None:
+            self._removed(key)
 
     def check(self, holders: Mapping[int, int]) -> None:
         """Audit against the number of holders of each used page. Raises InternalError naming the first mismatch."""

@@ -7,8 +7,9 @@ the device reads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ..errors import InternalError
 from ..plan import CacheResource
 from ..step import Int32
 from .blocks import TRASH, PagePool
+from .events import EventRecorder
 from .prefix import first_page, longest_prefix
 
 
@@ -53,14 +55,17 @@ class KVManager:
         lanes: int,
         max_context: int,
         prefix_cache: bool = True,
+        medium: str = "",
     ) -> None:
-        """`pages` counts each group's pages with the trash page. Raises InternalError if page sizes differ."""
+        """`pages` counts each group's pages with the trash page; with a `medium`, "CPU" or "GPU", what happens to the
+        prefix cache is recorded in `events`. Raises InternalError if page sizes differ."""
         sizes = {resource.page_tokens for resource in resources} or {max_context}
         if len(sizes) > 1:
             raise InternalError(f"cache groups must have one page size, found {sorted(sizes)}")
         (self.page_tokens,) = sizes
         self.windows = [resource.window for resource in resources]
         self.prefix_cache = prefix_cache and bool(resources)
+        self.events = EventRecorder(self.windows, self.page_tokens, medium) if medium else None
         self._page_counts = tuple(pages)
         width = self._pages(max_context)
         self.tables: list[Int32] = [np.zeros((lanes, width), np.int32) for _ in resources]
@@ -68,7 +73,13 @@ class KVManager:
 
     def reset(self) -> None:
         """Forget everything: all pages are free *(state)*."""
-        self.pools = [PagePool(count) for count in self._page_counts]
+        removed = self.events.removed if self.events is not None else None
+        self.pools = [
+            PagePool(count, partial(removed, group) if removed is not None else None)
+            for group, count in enumerate(self._page_counts)
+        ]
+        if self.events is not None:
+            self.events.cleared()
         self._live: dict[int, PageTable] = {}
         self._copies: list[tuple[int, int, int]] = []
         self.releases = 0
@@ -170,17 +181,26 @@ class KVManager:
         table.room += more * self.page_tokens
         return min(tokens, table.room)
 
-    def settle(self, table: PageTable, keys: Sequence[bytes], tokens: int) -> None:
+    def settle(
+        self, table: PageTable, keys: Sequence[bytes], tokens: int, text: Int32 | None = None, salt: str = ""
+    ) -> None:
         """Account for `tokens` computed tokens: publish full pages, free those behind windows *(state)*.
 
-        `keys` are those of the full pages, or none to keep the pages unknown.
+        `keys` are those of the full pages, or none to keep the pages unknown; `text` and `salt` are the sequence's
+        tokens and what its keys begin with, for events.
         """
         full = tokens // self.page_tokens
         for group, pool in enumerate(self.pools):
             pages, window = table.pages[group], self.windows[group]
             if self.prefix_cache:
-                for page, key in zip(pages[table.settled : full], keys[table.settled : full], strict=False):
-                    pool.publish(page, key)
+                new = [
+                    index
+                    for index in range(table.settled, min(full, len(keys)))
+                    if pool.publish(pages[index], keys[index])
+                ]
+                if self.events is not None and text is not None:
+                    for run in _runs(new):
+                        self.events.stored(group, run, keys, text, salt)
             if window:
                 self._free_behind(table, group, first_page(tokens, window, self.page_tokens))
         table.settled = full
@@ -212,6 +232,8 @@ class KVManager:
         """Forget every cached prefix that no sequence uses *(state)*."""
         for pool in self.pools:
             pool.forget_unused()
+        if self.events is not None and not self._live:
+            self.events.cleared()
 
     def check(self) -> None:
         """Audit: pages held by live sequences, reference counts, free lists, indices and device tables must agree.
@@ -240,3 +262,12 @@ class KVManager:
         if page is None:
             raise InternalError("a prefix was admitted after its pages were evicted")
         return page
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges without gaps."""
+    start = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            yield range(numbers[start], numbers[at - 1] + 1)
+            start = at

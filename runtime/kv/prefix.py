@@ -20,13 +20,13 @@ class PageKeys:
     """
 
     def __init__(self, salt: str, page_tokens: int, rope_class: int = 0) -> None:
-        self._salt, self._page_tokens = salt, page_tokens
+        self.salt, self._page_tokens = salt, page_tokens
         self._root = blake2b(f"{rope_class} {salt}".encode(), digest_size=_KEY_BYTES).digest()
         self._keys: list[bytes] = []
 
     def of_class(self, rope_class: int) -> PageKeys:
         """Keys of the same salt for another `rope_class`."""
-        return PageKeys(self._salt, self._page_tokens, rope_class)
+        return PageKeys(self.salt, self._page_tokens, rope_class)
 
     def __call__(self, tokens: Int32, pages: int) -> list[bytes]:
         """The keys of at least the first `pages` pages of the sequence `tokens`."""
