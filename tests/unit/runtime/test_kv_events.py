@@ -43,7 +43,7 @@ class Router:
 
     def __init__(self) -> None:
         self.blocks: dict[int, dict[int, Block]] = {}
-        self.next = 0
+        self.next = self.named = 0
         self.kinds: set[tuple[int, str | None, int | None]] = set()
 
     def take(self, number: int, payload: bytes) -> None:
@@ -92,17 +92,21 @@ class Router:
             found = self.blocks.get(group, {})
             keys = pool._page_of
             assert found.keys() == {int.from_bytes(key[-8:], "big") for key in keys}
-            if group == 0:  # behind a window parents may be gone
-                for value in found:
-                    tokens, salt = self._text(found, value)
+            for value in found:
+                if (text := self._text(found, value)) is not None:
+                    tokens, salt = text
                     assert PageKeys(salt, SIZE)(np.array(tokens, np.int32), len(tokens) // SIZE)[-1] in keys
+                    self.named += 1
 
     @staticmethod
-    def _text(blocks: dict[int, Block], value: int) -> tuple[list[int], str]:
+    def _text(blocks: dict[int, Block], value: int) -> tuple[list[int], str] | None:
+        """All tokens up to a block's end, and the salt; None if a block before it is gone."""
         at: int | None = value
         parts: list[tuple[int, ...]] = []
         salt = ""
         while at is not None:
+            if at not in blocks:
+                return None
             at, tokens, salt = blocks[at]
             parts.append(tokens)
         return [token for part in reversed(parts) for token in part], salt
@@ -173,6 +177,7 @@ def test_a_subscriber_knows_what_is_cached(windows: tuple[int, ...], queued: boo
         _wait(router, engine, config)
         router.check(engine)
         assert engine.stats().preemptions > 0
+        assert router.named > 500
         assert any(salt == "secret" for _, _, salt in router.blocks[0].values())
         engine.reset_prefix_cache()
         _wait(router, engine, config)
