@@ -58,6 +58,23 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 @click.option("--tool-call-parser", help="Form of tool calls, such as hermes; otherwise told by the chat template.")
 @click.option("--reasoning-parser", help="Form of reasoning, such as qwen3; otherwise told by the chat template.")
 @click.option(
+    "--max-queued-requests",
+    type=click.IntRange(0),
+    default=2048,
+    show_default=True,
+    help="Outputs that may wait for a place; more are answered 429. 0 is no limit.",
+)
+@click.option(
+    "--request-timeout", type=click.FloatRange(0), default=0.0, help="Seconds a request may take.  [default: no limit]"
+)
+@click.option(
+    "--shutdown-timeout",
+    type=click.FloatRange(0),
+    default=30.0,
+    show_default=True,
+    help="Seconds that running requests may take to end after SIGTERM.",
+)
+@click.option(
     "--log-format", type=click.Choice(("text", "json")), default="text", show_default=True, help="Form of logs."
 )
 @click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True, help="Least level of logs.")

@@ -62,6 +62,10 @@ class AsyncEngine(Protocol):
 
     plan: Plan
 
+    @property
+    def starting(self) -> bool:
+        """Whether it is being loaded: at first, or again after it died. Requests wait meanwhile."""
+
     def generate(self, command: Add) -> AsyncGenerator[Event, None]:
         """The events of a request; the last is Finished or Error. Closing the generator earlier aborts the request."""
 
@@ -145,6 +149,11 @@ class EngineClient(ABC):
 
     # --- for front ends -----------------------------------------------------------------------------------------------
 
+    @property
+    def starting(self) -> bool:
+        """See `AsyncEngine`."""
+        return self._state is None and self._failure is None
+
     async def ready(self) -> None:
         """Wait until the engine can serve. Raises UserError or InternalError, saying why, if it can't start or died."""
         loop = self._attach()
@@ -154,6 +163,15 @@ class EngineClient(ABC):
             await waiter
         if self._failure is not None:
             raise self._failure
+
+    async def failed(self) -> Exception:
+        """Wait for the engine's end: why it ended for good."""
+        loop = self._attach()
+        while self._failure is None:
+            waiter = loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self._failure
 
     async def generate(self, command: Add) -> AsyncGenerator[Event, None]:
         """See `AsyncEngine`. Raises UserError if the request's id is in use."""
@@ -295,9 +313,11 @@ class EngineClient(ABC):
 
     def _fail(self, failure: Exception) -> None:
         """End every open request: the engine is gone. The first reason stays."""
-        if self._failure is not None:
-            return
-        self._failure = failure
+        if self._failure is None:
+            self._failure = failure
+            self._end_requests(failure)
+
+    def _end_requests(self, failure: Exception) -> None:
         for name, stream in self._streams.items():
             if not stream.ended:
                 stream.push(Error(name, str(failure), user_fault=False))

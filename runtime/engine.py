@@ -21,7 +21,7 @@ import numpy as np
 from .batch import BatchBuilder
 from .debug import debug_phase
 from .device.base import Device, Ticket
-from .errors import InternalError, UserError
+from .errors import DeviceLost, InternalError, UserError
 from .grammar import Grammars
 from .histogram import Histogram
 from .kv.events import Sink, ZmqPublisher
@@ -169,6 +169,8 @@ class Engine:
         self.asleep: tuple[SleepTag, ...] = ()
         """What sleeps."""
         self._audited = True
+        self.lost: DeviceLost | None = None
+        """Why the device can run nothing more: who turns the engine should end it."""
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         self._step_tokens = Histogram(STEP_TOKENS)
         self._profiler: Profiler | None = None
@@ -362,6 +364,8 @@ class Engine:
         except Exception as error:
             traceback.print_exc()
             self._fail_running(error, events)
+            if isinstance(error, DeviceLost):
+                self.lost = error
         if not self._sequences:
             self._log.flush()
             self._retired = 0.0

@@ -41,3 +41,7 @@ class UserError(Exception):
 
 class InternalError(Exception):
     """A broken invariant of ours, with the context needed to report it."""
+
+
+class DeviceLost(InternalError):
+    """The device can run nothing more in this process."""

@@ -28,7 +28,7 @@ class Port(Protocol):
 
 
 def run_loop(engine: Engine, port: Port) -> None:
-    """Serve until Shutdown."""
+    """Serve until Shutdown. Raises DeviceLost once the device can run nothing more."""
     closing = False
     reported = time.monotonic()
     while not closing or engine.has_work:
@@ -48,6 +48,8 @@ def run_loop(engine: Engine, port: Port) -> None:
             events.append(engine.stats())
         if events:
             port.send(events)
+        if engine.lost is not None:
+            raise engine.lost
 
 
 def _apply(engine: Engine, command: Command, closing: bool, events: list[Event]) -> None:

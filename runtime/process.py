@@ -4,11 +4,14 @@ The front end binds a socket in a private folder and starts the child, `python -
 connects. Both send lists: commands one way, events the other. The child's first events say that it is ready (Stats) or
 why it can't start (Error). Neither outlives the other unnoticed: the kernel kills the child when its parent ends, and a
 thread of the parent waits for the child's end.
+
+A child that dies after it was ready takes its open requests with it, and is started again. One that keeps dying is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -16,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
@@ -34,6 +38,10 @@ from .request import Command, Event, Shutdown, Stats
 CLOSE_SECONDS = 10.0
 """How long an engine that was told to stop at once may take for it before it is killed."""
 CHILD = f"{__package__}.child"
+RESTARTS, RESTART_SECONDS = 3, 60.0
+"""An engine that dies more often than that within so many seconds stays dead: starting it again does not help."""
+
+_log = logging.getLogger("toolkit.engine")
 
 
 def spawn_engine(directory: Path, options: EngineOptions) -> ProcessEngine:
@@ -50,18 +58,24 @@ class ProcessEngine(EngineClient):
     def __init__(self, directory: Path, plan: Plan, options: EngineOptions, *, child: str = CHILD) -> None:
         """`child` names the module that is the child's program."""
         super().__init__(plan)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[Event])
+        self._unsent: list[Command] = []
+        self._closing = False
+        self._deaths: list[float] = []
+        self._command = [sys.executable, "-P", "-m", child, "", str(os.getpid()), str(directory.absolute())]
+        self._command.append(msgspec.json.encode(options).decode())
+        self._start()
+
+    def _start(self) -> None:
+        """Bind a socket and start a child. Raises InternalError if there can't be another process."""
         folder = tempfile.mkdtemp(prefix="toolkit-")
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         address = f"ipc://{folder}/engine"
         self._socket = _open_socket()
         self._socket.bind(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[Event])
-        self._unsent: list[Command] = []
         self._exit_code: int | None = None
-        self._closing = False
-        command = [sys.executable, "-P", "-m", child, address, str(os.getpid()), str(directory.absolute())]
-        command.append(msgspec.json.encode(options).decode())
+        command = [*self._command[:4], address, *self._command[5:]]
         started: Future[subprocess.Popen[bytes]] = Future()
         # To the kernel the child's parent is the thread that started it; this one lives as long as the child.
         self._watcher = threading.Thread(target=self._watch, args=(command, started), name="engine-watch", daemon=True)
@@ -93,11 +107,35 @@ class ProcessEngine(EngineClient):
             return
         if self._closing:
             self._fail(InternalError("the engine is closed"))
-        elif code < 0:
+            return
+        if code < 0:
             hint = ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
-            self._fail(InternalError(f"the engine process was killed by {signal.Signals(-code).name}{hint}"))
+            death = InternalError(f"the engine process was killed by {signal.Signals(-code).name}{hint}")
         else:
-            self._fail(InternalError(f"the engine process ended with code {code}"))
+            death = InternalError(f"the engine process ended with code {code}")
+        now = time.monotonic()
+        self._deaths = [*(each for each in self._deaths if each > now - RESTART_SECONDS), now]
+        if self._state is None or self._failure is not None:
+            self._fail(death)
+        elif len(self._deaths) > RESTARTS:
+            self._fail(InternalError(f"{death}, {len(self._deaths)} times within {RESTART_SECONDS:.0f} seconds"))
+        else:
+            self._restart(death)
+
+    def _restart(self, death: InternalError) -> None:
+        """End what was open, and start another child; requests that come meanwhile wait for it."""
+        _log.error("%s; it is started again", death)
+        self._end_requests(death)
+        self._state = None
+        assert self._loop is not None
+        self._loop.remove_reader(self._socket)
+        _close_socket(self._socket)
+        try:
+            self._start()
+        except InternalError as error:
+            self._fail(error)
+            return
+        self._loop.add_reader(self._socket, self._receive)
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         previous = self._loop
@@ -156,10 +194,14 @@ class ProcessEngine(EngineClient):
         await asyncio.to_thread(self._watcher.join)
         self._note_exit()
         loop.remove_reader(self._socket)
-        context = self._socket.context
-        self._socket.close()
-        context.term()
+        _close_socket(self._socket)
         self._remove_folder()
+
+
+def _close_socket(socket: zmq.Socket[bytes]) -> None:
+    context = socket.context
+    socket.close()
+    context.term()
 
 
 def _open_socket() -> zmq.Socket[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,11 +16,19 @@ from ..errors import InternalError, UserError
 
 logger = logging.getLogger("toolkit.server")
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 503: "service_unavailable_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
 _ANTHROPIC = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
     503: "overloaded_error",
 }
 
@@ -27,8 +36,17 @@ _ANTHROPIC = {
 class ApiError(Exception):
     """An answer other than 2xx. `param` names the field at fault, `code` is one of OpenAI's where it has one."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
+        self.headers = headers or {}
         self.status = status
         self.message = message
         self.param = param
@@ -69,7 +87,7 @@ def route_path(scope: Scope) -> str:
 async def error_response(request: Request, error: Exception) -> Response:
     """Exception handler of the application."""
     answer = as_api_error(error)
-    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    headers = dict(error.headers or {}) if isinstance(error, ApiError | HTTPException) else {}
     if answer.status == 401:
         headers["www-authenticate"] = "Bearer"
     anthropic = route_path(request.scope).startswith("/v1/messages")

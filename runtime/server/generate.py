@@ -112,13 +112,13 @@ class Job:
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """The deltas of all choices, with the choice's index."""
-        await self.service.gate.enter()
         lengths = [0] * len(self.commands)
-        with self.service.gate.track(self.id, self.commands):
+        async with self.service.gate.admit(self.id, self.commands) as ticket:
             try:
                 async with aclosing(merge([self.service.run(command) for command in self.commands])) as deltas:
                     async for item in deltas:
                         lengths[item[0]] += len(item[1].token_ids)
+                        ticket.check(item[1])
                         yield item
             finally:
                 each = len(lengths) // len(self.prompts)

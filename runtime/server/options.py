@@ -30,6 +30,12 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile_password: str | None = None
     ssl_ca_certs: Path | None = None
     """Clients must then have a certificate of these authorities."""
+    max_queued_requests: int = 2048
+    """Outputs that may wait besides those that run; more are answered 429. 0: no limit."""
+    request_timeout: float = 0.0
+    """Seconds that a request may take; clients may ask for less. 0: no limit."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests may take to end after SIGTERM or SIGINT; a second signal ends them at once."""
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
     enable_log_requests: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import signal
 import socket
 import ssl
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from .service import Service
 
 BACKLOG = 2048
-DRAIN_SECONDS = 30
-"""How long running requests may take to end after SIGTERM or SIGINT; a second signal ends them at once."""
 KEEP_ALIVE_SECONDS = 60
 
 
@@ -64,7 +63,14 @@ def serve(
     configure_logs(http.log_format, http.log_level, requests=http.enable_log_requests)
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     observers: list[Observer] = [log_request]
-    service = Service(engine.plan, engine, partial(Prompts.open, directory, engine.plan, **parsers))
+    lanes = options.max_num_seqs or engine.plan.max_batch
+    service = Service(
+        engine.plan,
+        engine,
+        partial(Prompts.open, directory, engine.plan, **parsers),
+        most_open=lanes + http.max_queued_requests if http.max_queued_requests else 0,
+        request_timeout=http.request_timeout,
+    )
     with ExitStack() as cleanup:
         if http.uds:
             cleanup.callback(http.uds.unlink, missing_ok=True)
@@ -152,9 +158,15 @@ async def _serve(
             log_serving(service.model, address, time.monotonic() - began)
         elif ready.done():
             server.should_exit = server.force_exit = True
+        dead = asyncio.create_task(engine.failed())
+        await asyncio.wait({serving, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            server.should_exit = True
         await serving
         if ready.done():
             ready.result()
+        if dead.done():
+            raise dead.result()
     finally:
         ready.cancel()
         await service.stop()
@@ -202,7 +214,7 @@ def _make_server(
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=math.ceil(http.shutdown_timeout),
     )
     config.load()
     config.ssl = tls

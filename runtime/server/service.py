@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import InternalError, UserError
@@ -28,6 +30,10 @@ logger = logging.getLogger("toolkit.server")
 HEARTBEAT_SECONDS = 1.0
 STALE_SECONDS = 10.0
 """An engine that has not turned its loop for so long is not healthy. A step of the largest bucket takes far less."""
+REQUEST_TIMEOUT = "x-request-timeout"
+"""Header: seconds that the client gives its request."""
+_COUNTED_SECONDS, _COUNTED_ENDS = 30.0, 256
+"""How far back, and how many, ended requests are counted to say when there will be room."""
 _INLINE_CHARACTERS = 20_000
 """A longer text is tokenized in a thread, so that other requests' tokens flow meanwhile."""
 
@@ -35,7 +41,16 @@ _INLINE_CHARACTERS = 20_000
 class Service:
     """One served plan. It can be made, and take requests, while the engine and the tokenizer are still loading."""
 
-    def __init__(self, plan: Plan, engine: AsyncEngine, open_prompts: Callable[[], Prompts]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        engine: AsyncEngine,
+        open_prompts: Callable[[], Prompts],
+        *,
+        most_open: int = 0,
+        request_timeout: float = 0.0,
+    ) -> None:
+        """`most_open` and `request_timeout` are the gate's."""
         self.plan = plan
         self.engine = engine
         self.model = plan.model.name
@@ -46,7 +61,7 @@ class Service:
         self._open_prompts = open_prompts
         self._opening: asyncio.Task[Prompts] | None = None
         self._texts: TokenTexts | None = None
-        self.gate = Gate(engine)
+        self.gate = Gate(engine, most_open, request_timeout)
 
     def start(self) -> None:
         """Begin to read the text files and to watch the engine."""
@@ -109,7 +124,8 @@ class Service:
             raise
         except InternalError:
             timer.failed()
-            await self.heart.stats()
+            if not self.engine.starting:
+                await self.heart.stats()
             if self.heart.dead:
                 raise ApiError(503, self.heart.problem) from None
             raise
@@ -117,15 +133,32 @@ class Service:
             timer.end()
 
 
+class Ticket:
+    """An HTTP request that was let in."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.expired = False
+
+    def check(self, delta: Delta) -> None:
+        """Raises ApiError(504) if a delta is the last one because the request's time was up."""
+        if self.expired and delta.finish_reason == "abort":
+            raise _too_late(self.seconds)
+
+
 class Gate:
     """What is open, by the id that its client knows, and whether more may start."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, most_open: int = 0, request_timeout: float = 0.0) -> None:
+        """No more start while `most_open` outputs are open, and none may take longer than `request_timeout` seconds; 0
+        is no limit."""
         self._engine = engine
+        self._most_open, self._timeout = most_open, request_timeout
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._emptied = asyncio.Event()
         self._open: dict[str, list[str]] = {}
+        self._ends: deque[float] = deque(maxlen=_COUNTED_ENDS)
 
     def __len__(self) -> int:
         """How many HTTP requests are being answered."""
@@ -135,24 +168,68 @@ class Gate:
     def paused(self) -> bool:
         return not self._resumed.is_set()
 
-    async def enter(self) -> None:
-        """Wait while paused."""
-        await self._resumed.wait()
+    @asynccontextmanager
+    async def admit(self, identity: str, commands: Sequence[Add]) -> AsyncIterator[Ticket]:
+        """Make the commands of one HTTP request known under its id, once nothing is paused.
 
-    @contextmanager
-    def track(self, identity: str, commands: Sequence[Add]) -> Iterator[None]:
-        """Make the commands of one HTTP request known under its id. Raises ApiError(400) if the id is in use."""
+        Raises ApiError(400) if the id is in use, ApiError(429) if too much is open, and ApiError(504) if the request's
+        time is up before it starts; later its outputs are aborted then.
+        """
+        ticket = Ticket(self._seconds())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ticket.seconds if ticket.seconds else None
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._resumed.wait()
+        except TimeoutError:
+            raise _too_late(ticket.seconds) from None
         if identity in self._open:
             raise ApiError(400, f"The request id {identity!r} is in use.", param="request_id")
+        self._check_room()
         self._open[identity] = [command.request for command in commands]
         if (record := current_record.get()) is not None:
             record.answer = identity
+
+        def expire() -> None:
+            ticket.expired = True
+            self.abort([identity])
+
+        timer = loop.call_at(deadline, expire) if deadline is not None else None
         try:
-            yield
+            yield ticket
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._open[identity]
+            self._ends.append(time.monotonic())
             if not self._open:
                 self._emptied.set()
+
+    def _seconds(self) -> float:
+        """How long the request at hand may take: what its client says, within what the server allows; 0 is no limit."""
+        record = current_record.get()
+        given = None if record is None else record.headers.get(REQUEST_TIMEOUT)
+        if given is None:
+            return self._timeout
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < math.inf:
+            raise ApiError(
+                400, f"{REQUEST_TIMEOUT} must be seconds above 0, not {given[:40]!r}.", param=REQUEST_TIMEOUT
+            )
+        return min(seconds, self._timeout or seconds)
+
+    def _check_room(self) -> None:
+        """Raises ApiError(429) if as many outputs are open as may be, saying when one should end."""
+        count = sum(map(len, self._open.values()))
+        if not self._most_open or count < self._most_open:
+            return
+        recent = [each for each in self._ends if each > time.monotonic() - _COUNTED_SECONDS]
+        wait = min(60, math.ceil(_COUNTED_SECONDS / len(recent))) if recent else 10
+        message = f"The server has {count} outputs in work or waiting, which is all it takes: try again in {wait} s."
+        raise ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(wait)})
 
     def abort(self, identities: Iterable[str] | None = None) -> int:
         """End requests, all by default; their answers end with the finish reason "abort". How many were open."""
@@ -175,6 +252,10 @@ class Gate:
     def resume(self) -> None:
         """Let requests start, those that waited first."""
         self._resumed.set()
+
+
+def _too_late(seconds: float) -> ApiError:
+    return ApiError(504, f"The request was not done within {seconds:g} s.", code="deadline_exceeded")
 
 
 class Heart:
@@ -205,8 +286,10 @@ class Heart:
         """Why the engine can't be used; "" if it can."""
         if self._error is not None:
             return f"The engine is dead: {self._error}"
-        if self._stats is None:
-            return "The engine is still loading."
+        if self._engine.starting or self._stats is None:
+            return (
+                "The engine is still loading." if self._stats is None else "The engine died and is being loaded again."
+            )
         age = time.monotonic() - self._seen + self._stats.last_step
         return f"The engine has not turned for {age:.0f} s." if age > STALE_SECONDS else ""
 
@@ -229,6 +312,8 @@ class Heart:
             self._stats = await self._engine.stats()
             self._seen = time.monotonic()
         except InternalError as error:
+            if self._engine.starting:
+                return
             if self._error is None and self._stats is not None:  # else `run.serve` says why it can't start
                 logger.error("the engine is dead: %s", error)
             self._error = str(error)

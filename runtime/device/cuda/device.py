@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...debug import debug, debug_phase
-from ...errors import InternalError
+from ...errors import DeviceLost, InternalError
 from ...options import EngineOptions
 from ...plan import ArenaArg, Bucket, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
 from ...step import StepBatch, StepResult
@@ -224,7 +224,7 @@ class CudaDevice:
         if self._asleep:
             raise InternalError("a step was submitted to a sleeping device")
         if self._failure:
-            raise InternalError(f"the GPU failed in an earlier step, so the process must be restarted: {self._failure}")
+            raise DeviceLost(f"the GPU failed in an earlier step, so the process must be restarted: {self._failure}")
         if self._submitted - self._retired >= self.queue_depth:
             raise InternalError(f"step {self._submitted + 1} was submitted before step {self._retired + 1} was polled")
         check_step(self.plan, self.pages, batch, previous_rows=self._rows)
@@ -266,9 +266,9 @@ class CudaDevice:
         if self._slots[(ticket.number - 1) % self.queue_depth].finished != ticket.number:
             raise self._failed(f"step {ticket.number} ended without a result")
 
-    def _failed(self, text: str) -> InternalError:
+    def _failed(self, text: str) -> DeviceLost:
         self._failure = text
-        return InternalError(text)
+        return DeviceLost(text)
 
     def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Queue copies of pages (source, destination) over all layers of a group."""

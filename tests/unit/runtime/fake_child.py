@@ -12,7 +12,7 @@ from unit.runtime.fake_device import FakeDevice, fake_plan
 from toolkit.runtime.child import main
 from toolkit.runtime.device.base import Ticket
 from toolkit.runtime.engine import Engine
-from toolkit.runtime.errors import UserError
+from toolkit.runtime.errors import DeviceLost, UserError
 from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.step import StepBatch
 
@@ -22,6 +22,8 @@ CRASH_TOKEN = 60
 """A prompt that starts with this token kills the process in its first step."""
 FAIL_TOKEN = 61
 """A prompt that starts with this token makes its step fail."""
+LOST_TOKEN = 62
+"""A prompt that starts with this token takes the device with it."""
 
 
 class SlowDevice(FakeDevice):
@@ -37,6 +39,8 @@ class SlowDevice(FakeDevice):
             os._exit(7)
         if FAIL_TOKEN in first:
             raise RuntimeError("kernel exploded")
+        if LOST_TOKEN in first:
+            raise DeviceLost("the context is corrupt")
         time.sleep(self._seconds)
         return super().submit(batch)
 

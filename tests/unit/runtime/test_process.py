@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from unit.runtime.engine_harness import alone, make_request
-from unit.runtime.fake_child import CRASH_TOKEN, FAIL_TOKEN, LONG_STEP_SECONDS, SlowDevice
+from unit.runtime.fake_child import CRASH_TOKEN, FAIL_TOKEN, LONG_STEP_SECONDS, LOST_TOKEN, SlowDevice
 from unit.runtime.fake_device import fake_plan
 
 from toolkit.runtime.client import AsyncEngine, EngineClient, Stream, ThreadEngine
@@ -23,7 +24,7 @@ from toolkit.runtime.engine import Engine
 from toolkit.runtime.errors import InternalError, UserError
 from toolkit.runtime.loop import IDLE_SECONDS
 from toolkit.runtime.options import EngineOptions
-from toolkit.runtime.process import ProcessEngine
+from toolkit.runtime.process import RESTARTS, ProcessEngine
 from toolkit.runtime.request import Add, Error, Event, Finished, Tokens
 
 CHILD = "unit.runtime.fake_child"
@@ -278,8 +279,15 @@ def test_a_failed_step_ends_its_requests_and_serving_goes_on() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("how", ["killed", "exits"])
-def test_death_is_reported_to_every_open_request(how: str) -> None:
+WORDS = {"killed": "SIGKILL", "exits": "code 7", "lost": "the context is corrupt"}
+
+
+@pytest.mark.parametrize("how", list(WORDS))
+def test_death_is_reported_to_every_open_request_and_the_engine_comes_back(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     async def body() -> None:
         engine = spawn()
         requests = [make_request(str(index), [5, 6 + index], max_tokens=60, ignore_eos=True) for index in range(3)]
@@ -289,17 +297,73 @@ def test_death_is_reported_to_every_open_request(how: str) -> None:
         if how == "killed":
             os.kill(engine.pid, signal.SIGKILL)
         else:
-            tasks.append(asyncio.create_task(collect(engine, make_request("crash", [CRASH_TOKEN]))))
+            token = CRASH_TOKEN if how == "exits" else LOST_TOKEN
+            tasks.append(asyncio.create_task(collect(engine, make_request("crash", [token]))))
+        dead = engine.pid
         async with asyncio.timeout(5.0):
             outputs = await asyncio.gather(*tasks)
-        words = "SIGKILL" if how == "killed" else "code 7"
         for events in outputs:
             last = events[-1]
             assert isinstance(last, Error)
             assert not last.user_fault
-            assert words in last.message
-        with pytest.raises(InternalError, match=words):
-            await engine.stats()
+            assert WORDS[how] in last.message
+        async with asyncio.timeout(5.0):
+            await until_restarted(engine, dead)
+            request = make_request("again", [5, 6], max_tokens=5)
+            assert tokens_of(await collect(engine, request)) == alone(request).tokens
+            assert (await engine.stats()).running == 0
+        await engine.close()
+        assert not is_running(engine.pid)
+        assert not list(tmp_path.iterdir())
+
+    asyncio.run(body())
+
+
+def test_requests_wait_for_an_engine_that_comes_back() -> None:
+    async def body() -> None:
+        async with opened("process") as engine:
+            assert isinstance(engine, ProcessEngine)
+            await engine.ready()
+            dead = engine.pid
+            os.kill(dead, signal.SIGKILL)
+            await until_restarted(engine, dead)
+            assert engine.starting
+            request = make_request("early", [5, 6], max_tokens=5)
+            assert tokens_of(await collect(engine, request)) == alone(request).tokens
+
+    asyncio.run(body())
+
+
+def test_an_engine_that_keeps_dying_stays_dead() -> None:
+    async def body() -> None:
+        async with opened("process") as engine:
+            for attempt in range(RESTARTS + 1):
+                (error,) = await collect(engine, make_request(str(attempt), [CRASH_TOKEN]))
+                assert isinstance(error, Error)
+                assert "code 7" in error.message
+            async with asyncio.timeout(5.0):
+                assert f"{RESTARTS + 1} times within" in str(await engine.failed())
+            with pytest.raises(InternalError, match="times within"):
+                await engine.stats()
+            assert not engine.starting
+
+    asyncio.run(body())
+
+
+async def until_restarted(engine: ProcessEngine, dead: int) -> None:
+    async def restarted() -> bool:
+        return engine.pid != dead
+
+    await until(restarted)
+
+
+def test_one_that_dies_while_it_loads_is_not_started_again() -> None:
+    async def body() -> None:
+        engine = spawn("loading")
+        await asyncio.sleep(0.3)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match="SIGKILL"):
+            await engine.ready()
         await engine.close()
 
     asyncio.run(body())

@@ -36,6 +36,8 @@ from toolkit.runtime.request import (
     Tokens,
 )
 from toolkit.runtime.server.app import create_app
+from toolkit.runtime.server.http import guarded
+from toolkit.runtime.server.options import HttpOptions
 from toolkit.runtime.server.run import listen
 from toolkit.runtime.server.service import Service
 
@@ -173,6 +175,10 @@ class FakeEngine:
         self.profiling = bool(steps)
         return b"" if steps else b'{"traceEvents": []}'
 
+    @property
+    def starting(self) -> bool:
+        return False
+
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
 
@@ -194,10 +200,17 @@ class Server:
     """The application over a fake engine, and a client in the same event loop."""
 
     def __init__(
-        self, *, text: bool = True, defaults: dict[str, Any] | None = None, formats: Formats | None = None
+        self,
+        *,
+        text: bool = True,
+        defaults: dict[str, Any] | None = None,
+        formats: Formats | None = None,
+        limits: dict[str, Any] | None = None,
     ) -> None:
+        """`limits` are options of `Service`."""
         self.plan = make_plan(text=text)
         self.engine = FakeEngine(self.plan)
+        self._limits = limits or {}
         self._defaults = defaults
         self._formats = formats
         self.service: Service
@@ -215,10 +228,10 @@ class Server:
         )
 
     async def __aenter__(self) -> Server:
-        self.service = Service(self.plan, self.engine, self._prompts)
+        self.service = Service(self.plan, self.engine, self._prompts, **self._limits)
         self.service.start()
         self.app = create_app(self.service, max_body_bytes=100_000)
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(guarded(self.app, HttpOptions()), raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
         return self
 
