@@ -114,6 +114,33 @@ def test_a_second_run_from_the_prefix_cache_says_the_same(case: Case) -> None:
     engine.device.close()
 
 
+def test_hits_of_all_lengths_around_page_edges_change_nothing(case: Case) -> None:
+    """Greedy outputs and log-probabilities are those without a prefix cache, and hits are counted to the token."""
+    cached, plain = case.engine(), case.engine(prefix_cache=False)
+    rng = np.random.default_rng(5)
+    for shared in (0, 1, 2, 14, 15, 16, 17, 18, 30, 31, 32, 33, 34, 47, 48, 49, 63, 64, 65):
+        for extra in (0, 1, 2, 15, 16, 17):
+            trunk = rng.integers(3, 199, 66).tolist()
+            prompt = trunk[:shared] + rng.integers(3, 199, extra).tolist()
+            if not prompt:
+                continue
+            run(cached, [make_request("trunk", trunk, max_tokens=1)])
+            before = cached.stats()
+            request = make_request("x", prompt, max_tokens=4, logprobs=2, ignore_eos=True)
+            output, expected = run(cached, [request])["x"], run(plain, [request])["x"]
+            assert output.result == expected.result
+            hits = len(prompt) - 1 if shared == len(prompt) and shared % 16 == 0 else shared // 16 * 16
+            after = cached.stats()
+            assert after.prefix_hits - before.prefix_hits == hits
+            assert after.prefix_queries - before.prefix_queries == len(prompt)
+            assert output.finished is not None
+            assert output.finished.metrics is not None
+            assert output.finished.metrics.cached_tokens == hits
+    assert plain.stats().prefix_queries == plain.stats().prefix_hits == 0
+    for engine in (cached, plain):
+        engine.device.close()
+
+
 def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(case: Case) -> None:
     engine = case.engine()
     draws = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
