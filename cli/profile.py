@@ -11,11 +11,11 @@ import numpy as np
 from ..runtime.device.base import Device
 from ..runtime.device.open import open_device
 from ..runtime.errors import UserError
+from ..runtime.layers import without_layer
 from ..runtime.load import read_plan
 from ..runtime.options import EngineOptions
 from ..runtime.plan import Plan
 from ..runtime.step import ROW, Int32, StepBatch
-from .inspect.layers import without_layer
 from .roofline import Machine, machine_of
 from .workload import StepSize, work
 

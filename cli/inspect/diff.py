@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...runtime.layers import without_layer
 from ...runtime.plan import Kernel, Plan
 from ..console import report_console
 from ..roofline import Machine
@@ -16,7 +17,6 @@ from ..units import duration
 from ..units import size as bytes_text
 from ..workload import StepSize
 from .examine import Inspection, examine, params_text
-from .layers import without_layer
 
 Scalar = str | int | float | bool | None
 Facts = dict[str, Scalar]

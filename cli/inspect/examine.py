@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ...kernels_templates.catalog import KernelSpec
+from ...runtime.layers import without_layer
 from ...runtime.plan import (
     Buffer,
     CacheResource,
@@ -25,7 +26,6 @@ from ..profile import Profile
 from ..requirements import Requirements, requirements
 from ..roofline import Machine
 from ..workload import StepSize, work
-from .layers import without_layer
 
 
 class LaunchReport(msgspec.Struct, frozen=True):

@@ -13,13 +13,13 @@ import msgspec
 
 from ...kernels_templates.catalog import ArgSpec
 from ...kernels_templates.registry import families
+from ...runtime.layers import split_layers, without_layer
 from ...runtime.plan import ArenaArg, Arg, Buffer, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
 from ..profile import Profile
 from ..requirements import sentences
 from ..units import duration, size
 from ..workload import named_args
 from .examine import Inspection, params_text
-from .layers import split_layers, without_layer
 from .text import describe_code
 
 _COLORS = 9

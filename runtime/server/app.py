@@ -23,6 +23,7 @@ from .errors import ApiError, as_api_error, error_response
 from .generate import Answer, chat_completions, completions
 from .messages import count_tokens, messages
 from .openai import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse, parse_json, render_messages
+from .page import page as show_page
 from .render import DONE, event, json_response
 from .service import Service
 from .token_api import generate_tokens, render_chat, render_completion
@@ -32,8 +33,8 @@ MAX_BODY_BYTES = 16 * 2**20
 Handler = Callable[[Service, dict[str, Any]], Awaitable[Answer]]
 
 
-def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
-    """The application of one service."""
+def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES, page: bool = True) -> Starlette:
+    """The application of one service; with `page`, the built-in page is at `/`."""
 
     def post(path: str, handler: Handler) -> Route:
         return Route(path, PostEndpoint(service, handler, max_body_bytes), methods=["POST"])
@@ -80,6 +81,8 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES) -> Sta
         get("/is_sleeping", manage.is_sleeping),
         *(post(path, manage.no_embeddings) for path in manage.EMBEDDING_ROUTES),
     ]
+    if page:
+        routes.append(get("/", show_page))
     kinds: tuple[type[Exception], ...] = (ApiError, UserError, InternalError, HTTPException, Exception)
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
 

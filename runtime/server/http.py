@@ -15,8 +15,8 @@ from .errors import ApiError, error_response, route_path
 from .options import HttpOptions
 from .record import REQUEST_ID, Observer, Recorded
 
-OPEN_ROUTES = frozenset({"/health", "/ready"})
-"""Routes that need no key: whoever watches the server has none."""
+OPEN_ROUTES = frozenset({"/", "/health", "/ready"})
+"""Routes that need no key: whoever watches the server has none, and the page asks for one."""
 
 
 def guarded(app: ASGIApp, options: HttpOptions, observers: Sequence[Observer] = ()) -> ASGIApp:

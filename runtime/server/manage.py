@@ -56,6 +56,13 @@ async def server_info(service: Service, request: Request) -> Response:
             "chat_template": prompts.template is not None,
             "default_sampling_params": prompts.defaults,
             "memory": stats.memory if stats else {},
+            "model_info": {
+                "architecture": plan.model.architecture,
+                "layers": plan.model.layers,
+                "hidden_size": plan.model.hidden_size,
+                "quantization": plan.model.quantization,
+            },
+            **service.picture,
         }
     )
 

@@ -42,3 +42,5 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Log parameters of requests when they arrive; with the level `debug` also prompts."""
     otlp_traces_endpoint: str | None = None
     """Where traces are sent, over HTTP; none: nowhere."""
+    page: bool = True
+    """Whether the built-in page is at `/`."""

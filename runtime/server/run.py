@@ -204,7 +204,7 @@ def _make_server(
             self.should_exit = True
 
     config = Config(
-        guarded(create_app(service), http, observers),
+        guarded(create_app(service, page=http.page), http, observers),
         root_path=http.root_path,
         loop="asyncio",
         http="auto",

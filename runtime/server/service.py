@@ -10,7 +10,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InternalError, UserError
 from ..output import Delta, OutputStream, TokenTexts
@@ -20,6 +21,7 @@ from ..request import Add, Stats
 from .errors import ApiError
 from .logs import log_arrival, wants_arrivals
 from .metrics import Metrics, RequestTimer
+from .picture import plan_picture
 from .record import current_record
 
 if TYPE_CHECKING:
@@ -84,6 +86,11 @@ class Service:
         if self._texts is None:
             self._texts = TokenTexts((await self.prompts()).tokenizer)
         return self._texts
+
+    @cached_property
+    def picture(self) -> dict[str, Any]:
+        """What `/server_info` tells of the plan for drawing it."""
+        return plan_picture(self.plan)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError(404) if a request names another model."""

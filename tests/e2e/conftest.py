@@ -1,12 +1,17 @@
-"""Servers of a real model."""
+"""Servers of a real model, and a browser."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e.serving import ServerProcess, StartServer, start_server
+from playwright.sync_api import Browser, sync_playwright
+
+QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 
 
 @pytest.fixture(scope="module")
@@ -30,3 +35,17 @@ def own_server(smollm2_plan: Path) -> Iterator[StartServer]:
     for each in started:
         each.process.kill()
         each.wait()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None and os.environ.get("TOOLKIT_TEST_BROWSER") == "required":
+        pytest.fail("TOOLKIT_TEST_BROWSER is `required`, but there is no chromium: `make chromium` installs it")
+    if path is None:
+        pytest.skip("there is no chromium: `make chromium` installs it")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=QUIET.split())
+        yield browser
+        browser.close()

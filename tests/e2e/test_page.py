@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,36 +10,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from toolkit.cli import main
 from toolkit.cli.inspect.examine import Inspection, examine
-from toolkit.cli.inspect.layers import split_layers
 from toolkit.cli.inspect.page import render_page
 from toolkit.cli.profile import LaunchTime, Profile
 from toolkit.cli.roofline import Machine
 from toolkit.cli.units import duration, size
 from toolkit.cli.workload import StepSize, work
+from toolkit.runtime.layers import split_layers
 from toolkit.runtime.load import read_plan
 from toolkit.runtime.plan import ArenaArg, Plan
 
 MACHINE = Machine(bandwidth=20e9, arithmetic=100e9, integer=400e9)
-QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 PHONE, DESKTOP = (390, 844), (1440, 900)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None and os.environ.get("TOOLKIT_TEST_BROWSER") == "required":
-        pytest.fail("TOOLKIT_TEST_BROWSER is `required`, but there is no chromium: `make chromium` installs it")
-    if path is None:
-        pytest.skip("there is no chromium: `make chromium` installs it")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=QUIET.split())
-        yield browser
-        browser.close()
 
 
 @dataclass

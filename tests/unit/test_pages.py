@@ -129,7 +129,13 @@ COMMANDS = dict(commands(group))
 
 
 def options(command: click.Command) -> set[str]:
-    return {text for item in command.params if isinstance(item, click.Option) for text in item.opts if text[1] == "-"}
+    return {
+        text
+        for item in command.params
+        if isinstance(item, click.Option)
+        for text in (*item.opts, *item.secondary_opts)
+        if text[1] == "-"
+    }
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -22,7 +22,6 @@ from toolkit.cli import main
 from toolkit.cli.compile_ import print_summary, summarize
 from toolkit.cli.inspect.diff import Change, compare
 from toolkit.cli.inspect.examine import examine
-from toolkit.cli.inspect.layers import split_layers
 from toolkit.cli.inspect.page import live_bytes, render_page
 from toolkit.cli.inspect.text import describe_code, memory_map
 from toolkit.cli.profile import LaunchTime, Profile
@@ -31,6 +30,7 @@ from toolkit.cli.roofline import Machine
 from toolkit.cli.workload import StepSize, work
 from toolkit.compiler.emit import write_plan
 from toolkit.runtime.encodings import Q4_0
+from toolkit.runtime.layers import split_layers
 from toolkit.runtime.load import read_plan
 from toolkit.runtime.plan import Buffer, Choice, Kernel, PassReport, Plan, TuningFile, WeightEntry
 from toolkit.runtime.tuning import Race, Tuning, encode_tuning

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...runtime.plan import ArenaArg, CacheArg, ConstArg, Launch, Plan, WeightArg
+from .plan import ArenaArg, CacheArg, ConstArg, Launch, Plan, WeightArg
 
 
 @dataclass(frozen=True)
