@@ -85,6 +85,10 @@ def render(kernel: KernelSpec, isa: IsaName) -> str:
     return render_template(family.template, isa=isa, signature=signature(kernel), symbol=kernel.symbol, **kernel.params)
 
 
+_HALF_SHARED = 116_000
+"""Bytes of shared memory of which no multiprocessor has twice as much."""
+
+
 def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
     """The CUDA C++ source of a kernel for one GPU architecture."""
     family = CUDA_FAMILIES[kernel.family]
@@ -93,11 +97,12 @@ def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
     types = dict.fromkeys(tiles, "const __grid_constant__ tensor_map")
     declared = ", ".join(f"{types.get(arg.name, arg.ctype)} {arg.name}" for arg in arguments(family, kernel))
     cluster = f" __cluster_dims__(1, 1, {grid.cluster})" if grid.cluster > 1 else ""
+    bounds = f"{grid.threads}, 1" if grid.shared > _HALF_SHARED else f"{grid.threads}"  # alone, with all registers
     return render_template(
         variant.template,
         arch=int(arch[2:]),
         threads=grid.threads,
-        signature=f'extern "C" __global__ void __launch_bounds__({grid.threads}){cluster} {kernel.symbol}({declared})',
+        signature=f'extern "C" __global__ void __launch_bounds__({bounds}){cluster} {kernel.symbol}({declared})',
         symbol=kernel.symbol,
         **kernel.params,
     )

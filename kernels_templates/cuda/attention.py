@@ -157,6 +157,11 @@ class DecodeTiles:
         """Bytes of dynamic shared memory: the stages, and half of the warps' results."""
         return self.warps * self.stages * self.stage_bytes + self.warps // 2 * (self.value_columns * 8 + 128) * 4
 
+    @property
+    def most_teams(self) -> int:
+        """Teams of warps that share the work, if `BLOCKS` blocks do."""
+        return BLOCKS * self.warps
+
 
 def decode_tiles(key_dim: int, value_dim: int, dtype: str, arch: int) -> DecodeTiles:
     """As many warps and stages as fit; `arch` is a compute capability, as a number."""
@@ -261,8 +266,8 @@ ATTENTION_DECODE = Family(
 
 
 def decode_scratch(value_dim: int) -> int:
-    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks: two parts of results for each."""
-    return BLOCKS * 2 * (-(-value_dim // 16) * 16 * 8 + 128) * 4
+    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks: two parts of results for each team."""
+    return BLOCKS * 8 * 2 * (-(-value_dim // 16) * 16 * 8 + 128) * 4
 
 
 FAMILIES: tuple[Family, ...] = (ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION_PREFILL, ATTENTION_DECODE)

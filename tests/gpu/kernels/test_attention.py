@@ -142,6 +142,8 @@ def check(family: str, shape: Shape, context: list[int], queries: list[int], see
         [3000],
         [17, 1, 2000, 5, 640, 333, 64],
         [int(n) for n in np.random.default_rng(1).integers(1, 300, 90)],
+        [int(n) for n in np.random.default_rng(2).integers(1, 1500, 150)],
+        [9000, *(int(n) for n in np.random.default_rng(3).integers(1, 400, 120))],
     ],
     ids=len,
 )
