@@ -12,7 +12,8 @@ from math import prod
 
 from ..kernels_templates import expression as ex
 from ..kernels_templates.catalog import POINTWISE_INPUTS, ParamValue
-from ..kernels_templates.cuda.attention import BLOCKS, decode_scratch
+from ..kernels_templates.cuda.attention import BLOCKS, can_decode_and_write, decode_scratch
+from ..kernels_templates.cuda.basic import norm_threads
 from ..kernels_templates.cuda.choose import choose_linear, other_linear
 from ..kernels_templates.cuda.sample import sample_parts, sample_scratch
 from ..kernels_templates.packing import PANEL
@@ -246,6 +247,7 @@ def _emit_norm(low: Lowering, op: Op, x: Value, residual: Value | None, weights:
         "has_weight": "weight" in flags,
         "has_bias": "bias" in flags,
         "has_residual": residual is not None,
+        **({"row_threads": norm_threads(width * low.real_bytes)} if low.target.kind == "cuda" else {}),
         **wanted,
     }
     low.call("norm", params, args | outputs, op, flops=6 * count(rows) * width)
@@ -416,11 +418,6 @@ def _rope_kv_write(low: Lowering, op: Op) -> None:
         "qkv": low.pointer(qkv),
         "slots": InputArg("slots", storage.group),
         "cache": storage,
-        "out": low.output(op.outputs[0]),
-        "T": dim(qkv.type.shape[0]),
-        "heads": ConstArg(heads),
-        "kv_heads": ConstArg(kv_heads),
-        "page_tokens": ConstArg(low.target.page_tokens),
         "eps": ConstArg(float_attr(op.attrs, "eps")),
         "offset": ConstArg(float_attr(op.attrs, "offset")),
     }
@@ -435,8 +432,19 @@ def _rope_kv_write(low: Lowering, op: Op) -> None:
         "qk_norm": str_attr(op.attrs, "kind") if has_norm else "",
         "dtype": low.kv_dtype,
     }
-    low.call("rope_kv_write", params, args, op, flops=8 * (heads + kv_heads) * width)
     low.put(op.outputs[1], storage)
+    style, rotary = str(params["style"]), int(params["rotary"])
+    if low.limits.decode and can_decode_and_write(width, rotary, style, low.real, low.kv_dtype):
+        low.delayed[op.outputs[0].name] = params, args
+        return
+    args |= {
+        "out": low.output(op.outputs[0]),
+        "T": dim(qkv.type.shape[0]),
+        "heads": ConstArg(heads),
+        "kv_heads": ConstArg(kv_heads),
+        "page_tokens": ConstArg(low.target.page_tokens),
+    }
+    low.call("rope_kv_write", params, args, op, flops=8 * (heads + kv_heads) * width)
 
 
 def _kv_write(low: Lowering, op: Op) -> None:
@@ -472,8 +480,9 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         raise Unsupported("attention that is not causal")
     _, heads, key_dim = q.type.shape
     value_dim = int_attr(op.attrs, "value_dim")
+    delayed = low.delayed.get(q.name)
     args: dict[str, Argument] = {
-        "q": low.pointer(q),
+        "q": delayed[1].pop("qkv") if delayed else low.pointer(q),
         "cache": storage,
         "pages": InputArg("pages", storage.group),
         "page_stride": InputArg("page_stride", storage.group),
@@ -508,6 +517,10 @@ def _paged_attention(low: Lowering, op: Op) -> None:
         if low.limits.decode:
             scratch = decode_scratch(value_dim)
             args["scratch"] = low.new_buffer(f"{op.output.name}:scratch", 1, scratch)
+    if delayed:
+        family = "attention_decode_write"
+        params |= {name: delayed[0][name] for name in ("rotary", "style", "has_rope", "qk_norm")}
+        args |= delayed[1]
     low.call(family, params | wanted, args | outputs, op)
 
 

@@ -74,6 +74,8 @@ class Lowering:
         self.weights = choose_layouts(graph, target)
         self.caches = group_caches(graph, target, kv_dtype)
         self.uses = graph.uses()
+        self.delayed: dict[str, tuple[dict[str, ParamValue], dict[str, Argument]]] = {}
+        """Parameters and arguments of ops that the kernel of the op behind them computes too, by result."""
         self._outputs = {value.name for value in graph.outputs}
         self._quantized: dict[tuple[Rows, int], View] = {}
         self._copies: dict[Rows, Rows] = {}

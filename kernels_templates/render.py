@@ -11,7 +11,14 @@ from ..runtime.encodings import LEVELS
 from ..runtime.plan import ArchName, IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
-from .cuda.attention import decode_tiles, prefill_panels, prefill_tiles, takes_tensor_cores
+from .cuda.attention import (
+    decode_tiles,
+    head_threads,
+    prefill_panels,
+    prefill_tiles,
+    takes_tensor_cores,
+    takes_wide_loads,
+)
 from .cuda.sample import PART
 from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
@@ -37,7 +44,8 @@ def _environment() -> jinja2.Environment:
     }
     environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP, "sample_part": PART}
     environment.globals |= {
-        each.__name__: each for each in (decode_tiles, prefill_panels, prefill_tiles, takes_tensor_cores)
+        each.__name__: each
+        for each in (decode_tiles, head_threads, prefill_panels, prefill_tiles, takes_tensor_cores, takes_wide_loads)
     }
     return environment
 
@@ -85,10 +93,6 @@ def render(kernel: KernelSpec, isa: IsaName) -> str:
     return render_template(family.template, isa=isa, signature=signature(kernel), symbol=kernel.symbol, **kernel.params)
 
 
-_HALF_SHARED = 116_000
-"""Bytes of shared memory of which no multiprocessor has twice as much."""
-
-
 def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
     """The CUDA C++ source of a kernel for one GPU architecture."""
     family = CUDA_FAMILIES[kernel.family]
@@ -97,7 +101,8 @@ def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
     types = dict.fromkeys(tiles, "const __grid_constant__ tensor_map")
     declared = ", ".join(f"{types.get(arg.name, arg.ctype)} {arg.name}" for arg in arguments(family, kernel))
     cluster = f" __cluster_dims__(1, 1, {grid.cluster})" if grid.cluster > 1 else ""
-    bounds = f"{grid.threads}, 1" if grid.shared > _HALF_SHARED else f"{grid.threads}"  # alone, with all registers
+    alone = grid.shared > (116_000 if arch == "sm90" else 64_000)  # on its multiprocessor, so it may have all registers
+    bounds = f"{grid.threads}, 1" if alone else f"{grid.threads}"
     return render_template(
         variant.template,
         arch=int(arch[2:]),

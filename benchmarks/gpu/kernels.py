@@ -13,7 +13,7 @@ import argparse
 import ctypes
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from linear import BANDWIDTH, POOL, RATE, Gpu, check, load
 from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.cuda.attention import BLOCKS, decode_scratch
+from toolkit.kernels_templates.cuda.basic import norm_threads
 from toolkit.kernels_templates.cuda.sample import PART
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
@@ -98,6 +99,21 @@ def attention(model: Model, context: Sequence[int], queries: Sequence[int], deco
     return Case(name, spec, make, moved, flops, 20 if decode or flops < 1e11 else 4)
 
 
+def decode_and_write(model: Model, context: Sequence[int]) -> Case:
+    """A decode step's attention that also rotates and writes."""
+    plain = attention(model, context, [1] * len(context), True)
+
+    def make(gpu: Gpu, number: int) -> dict[str, Any]:
+        values = plain.make(gpu, number)
+        last = np.array(context) - 1
+        slots = (values["pages"][np.arange(len(context)), last // PAGE] * PAGE + last % PAGE).astype(np.int32)
+        return values | {"cos": gpu.x, "sin": gpu.x + (1 << 24), "slots": slots, "eps": 1e-5, "offset": 0.0}
+
+    rope = {"rotary": model.head_dim, "style": "half", "has_rope": True, "qk_norm": ""}
+    spec = KernelSpec("attention_decode_write", {**plain.spec.params, **rope})
+    return replace(plain, name=plain.name.replace("decode", "decode_write"), spec=spec, make=make)
+
+
 def rope_kv_write(model: Model, tokens: int) -> Case:
     """Queries and keys rotated, keys and values written."""
     parts = model.heads + 2 * model.kv_heads
@@ -119,6 +135,7 @@ def rope_kv_write(model: Model, tokens: int) -> Case:
 def add_norm(model: Model, rows: int) -> Case:
     """A residual added, then the norm."""
     params = {"kind": "rms", "has_weight": True, "has_bias": False, "has_residual": True}
+    params["row_threads"] = norm_threads(2 * model.hidden)
 
     def make(gpu: Gpu, number: int) -> dict[str, Any]:
         size = rows * model.hidden * 2
@@ -169,6 +186,7 @@ def cases() -> Iterator[Case]:
     for model in MODELS:
         for batch, context in ((1, 512), (1, 1024), (1, 8192), (32, 640), (32, 8192), (128, 640), (256, 640)):
             yield attention(model, [context] * batch, [1] * batch, True)
+            yield decode_and_write(model, [context] * batch)
         for count, length in ((1, 512), (1, 2048), (1, 8192), (16, 1024)):
             yield attention(model, [length] * count, [length] * count, False)
         for rows in (1, 32, 256, 8192):

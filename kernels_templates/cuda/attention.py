@@ -63,8 +63,20 @@ ROPE = Family(
 )
 
 
-def _a_block_a_kv_head(params: Mapping[str, ParamValue]) -> Grid:
-    return Grid(192, Axis(("T",)), Axis(("kv_heads",)))
+def takes_wide_loads(head_dim: int, rotary: int, real: str, dtype: str) -> bool:
+    """Whether heads and what turns of them are pairs of 16 bytes, stored in the cache as they come."""
+    return real != "float32" and dtype == real and head_dim % 16 == 0 and rotary % 16 == 0
+
+
+def head_threads(head_dim: int) -> int:
+    """Threads that have a head, 16 columns each, some none: a power of two."""
+    return 1 << (head_dim // 16 - 1).bit_length()
+
+
+def _rope_kv_write_grid(params: Mapping[str, ParamValue]) -> Grid:
+    rotary = int(params["rotary"]) if params["has_rope"] else 0
+    wide = takes_wide_loads(int(params["head_dim"]), rotary, str(params["real"]), str(params["dtype"]))
+    return Grid(192, Axis(("T",)), Axis() if wide else Axis(("kv_heads",)))
 
 
 ROPE_KV_WRITE = Family(
@@ -90,7 +102,7 @@ ROPE_KV_WRITE = Family(
     doc="Splits qkv[T, (heads + 2 kv_heads) * head_dim], normalizes and rotates queries and keys, writes keys and "
     "values to the cache at the step's slots, and queries to out[T, heads, head_dim]. `weight_stride` is the number of "
     "floats from one head's norm weights to the next's: 0 if all heads share them.",
-    grid=_a_block_a_kv_head,
+    grid=_rope_kv_write_grid,
 )
 
 KV_WRITE = Family(
@@ -265,9 +277,39 @@ ATTENTION_DECODE = Family(
 )
 
 
+ATTENTION_DECODE_WRITE = Family(
+    name="attention_decode_write",
+    template="cuda/attention_decode.cu.j2",
+    params={
+        **_PARAMS,
+        **{"rotary": ANY, "style": ("half", "pair"), "has_rope": BOOLS, "qk_norm": ("", "rms", "layer")},
+    },
+    args=(
+        *(CACHE_OUT if arg is CACHE_IN else arg for arg in ATTENTION_DECODE.args),
+        *(real_arg("cos", "has_rope"), real_arg("sin", "has_rope")),
+        *(weight_arg("q_weight", "qk_norm"), weight_arg("k_weight", "qk_norm"), input_arg("slots")),
+        *(float_arg("eps"), float_arg("offset"), int_arg("weight_stride", "qk_norm")),
+    ),
+    ops=("rope_kv_write", "paged_attention"),
+    doc="`rope_kv_write` and then `attention_decode`, of q[T, (heads + 2 kv_heads) * key_dim].",
+    grid=partial(_decode_grid, 80),
+    hopper=Variant("cuda/attention_decode.cu.j2", partial(_decode_grid, 90)),
+)
+
+
+def can_decode_and_write(head_dim: int, rotary: int, style: str, real: str, dtype: str) -> bool:
+    """Whether `attention_decode_write` takes heads like these: columns that turn together are in one lane."""
+    whole = rotary % 32 == 0 if style == "half" else rotary % 2 == 0
+    return real != "float32" and dtype == real and head_dim % 16 == 0 and whole
+
+
 def decode_scratch(value_dim: int) -> int:
-    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks: two parts of results for each team."""
+    """Bytes of scratch memory of a call of `attention_decode` with `BLOCKS` blocks: two parts of results for each of
+    their teams of warps."""
     return BLOCKS * 8 * 2 * (-(-value_dim // 16) * 16 * 8 + 128) * 4
 
 
-FAMILIES: tuple[Family, ...] = (ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE, ATTENTION_PREFILL, ATTENTION_DECODE)
+FAMILIES: tuple[Family, ...] = (
+    *(ROPE_TABLE, ROPE, ROPE_KV_WRITE, KV_WRITE),
+    *(ATTENTION_PREFILL, ATTENTION_DECODE, ATTENTION_DECODE_WRITE),
+)

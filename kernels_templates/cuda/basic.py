@@ -42,6 +42,7 @@ NORM = Family(
     params={
         "real": REALS,
         "kind": ("rms", "layer", "l2"),
+        "row_threads": (128, 256, 512),
         **dict.fromkeys(("has_weight", "has_bias", "has_residual"), BOOLS),
     },
     args=(
@@ -51,10 +52,16 @@ NORM = Family(
         *(dim_arg("rows"), int_arg("W"), int_arg("weight_rows"), float_arg("eps"), float_arg("offset")),
     ),
     ops=("norm", "add_norm"),
-    doc="Normalizes rows of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) + bias. Row r takes row "
-    "r % weight_rows of weight and bias [weight_rows, W].",
-    grid=lambda params: Grid(512, Axis(("rows",))),
+    doc="A block of `row_threads` makes a row of W: sum_out = x + residual, then norm(sum_out) * (weight + offset) "
+    "+ bias. Row r takes row r % weight_rows of weight and bias [weight_rows, W].",
+    grid=lambda params: Grid(int(params["row_threads"]), Axis(("rows",))),
 )
+
+
+def norm_threads(row_bytes: int) -> int:
+    """Threads for a row of `norm`: each has two loads of 16 bytes, unless it takes more than a block may have."""
+    return next((threads for threads in (128, 256) if row_bytes <= 32 * threads), 512)
+
 
 EMBEDDING = Family(
     name="embedding",

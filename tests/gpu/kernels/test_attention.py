@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gpu.kernels.harness import run
-from gpu.kernels.numbers import EPSILON, close, random, value
+from gpu.kernels.numbers import EPSILON, close, random, store, value
 
 from toolkit.kernels_templates.catalog import ParamValue
 from toolkit.kernels_templates.cuda.attention import BLOCKS, decode_scratch
@@ -225,6 +225,9 @@ def test_rope_table(real: str, function: str) -> None:
         ("bfloat16", "int8", 256, 256, "half", "rms", False),
         ("float32", "bfloat16", 72, 0, "half", "rms", True),
         ("float16", "int8", 96, 0, "half", "", True),
+        ("bfloat16", "bfloat16", 80, 32, "half", "layer", False),
+        ("float16", "float16", 96, 64, "pair", "rms", False),
+        ("bfloat16", "bfloat16", 128, 0, "half", "", True),
     ],
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (3, 3)])
@@ -281,6 +284,73 @@ def test_rope_kv_write(form: tuple[str, KvDType, int, int, str, str, bool], head
     if dtype == "int8":
         scales, wanted = (each.scales[pages, :, :, at].astype(np.float64) for each in (written, expected))
         np.testing.assert_allclose(scales, wanted, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("bfloat16", 128, 128, "half", "", True, 8, 2),
+        ("float16", 64, 64, "half", "rms", True, 32, 2),
+        ("bfloat16", 128, 64, "half", "layer", False, 3, 3),
+        ("bfloat16", 80, 48, "pair", "rms", False, 6, 1),
+        ("float16", 96, 0, "half", "rms", True, 4, 2),
+        ("bfloat16", 256, 256, "half", "", True, 4, 1),
+    ],
+)
+@pytest.mark.parametrize("context", [[1], [65, 64, 1], [700, 17, 16, 5], list(range(1, 800, 9))], ids=len)
+def test_decode_and_write(form: tuple[str, int, int, str, str, bool, int, int], context: list[int]) -> None:
+    """Against attention over what `rope_kv_write` should have written, and that."""
+    real, width, rotary, style, norm, shared, heads, kv_heads = form
+    S = len(context)
+    dtype: Any = real
+    shape = Shape(heads, kv_heads, width, width, real, dtype, window=300 if width == 96 else 0, sinks=width == 64)
+    cache, pages = fill(shape, context, S)
+    last = np.array(context) - 1
+    slots = (pages[np.arange(S), last // PAGE] * PAGE + last % PAGE).astype(np.int32)
+    before = cache.data.copy()
+    qkv = random(1, S, heads + 2 * kv_heads, width, real=real)
+    cos, sin = (random(i, S, rotary // 2, real=real) for i in (2, 3))
+    count = 1 if shared else heads
+    weights = {name: random(5 + i, count, width) for i, name in enumerate(("q_weight", "k_weight"))} if norm else {}
+    options: dict[str, Any] = {"sinks": random(9, heads)} if shape.sinks else {}
+    options |= {"window": shape.window} if shape.window else {}
+    x = value(qkv, real)
+    q, k, v = x[:, :heads].copy(), x[:, heads : heads + kv_heads].copy(), x[:, heads + kv_heads :]
+    if norm:
+        for name, part in (("q_weight", q), ("k_weight", k)):
+            centered = part - (part.mean(axis=2, keepdims=True) if norm == "layer" else 0)
+            weight = (weights[name] if shared else weights[name][: part.shape[1]]).astype(np.float64) + 0.25
+            part[...] = centered / np.sqrt((centered**2).mean(axis=2, keepdims=True) + 1e-5) * weight
+    if rotary:
+        q, k = (rotated(part, value(cos, real)[:, None], value(sin, real)[:, None], style) for part in (q, k))
+    q, k = (value(store(part, real), real) for part in (q, k))
+    cache.write(k.astype(np.float32), v.astype(np.float32), slots)
+    seq_start = np.arange(S + 1, dtype=np.int32)
+    expected = attention(q.astype(np.float32), cache, pages, seq_start, np.array(context), scale=width**-0.5, **options)
+    params: dict[str, ParamValue] = {
+        **{"real": real, "dtype": dtype, "key_dim": width, "value_dim": width, "has_window": shape.window > 0},
+        **{"has_softcap": False, "has_sinks": shape.sinks, "has_slopes": False, "qk_norm": norm},
+        **{"rotary": rotary, "style": style, "has_rope": rotary > 0},
+    }
+    found = run(
+        "attention_decode_write",
+        params,
+        **{"q": qkv, "cache": before, "pages": pages, "page_stride": np.array([pages.shape[1]], np.int32)},
+        **{"seq_start": seq_start, "context": np.array(context, np.int32)},
+        out=np.empty((S, heads, width), qkv.dtype),
+        **{"S": S, "heads": heads, "kv_heads": kv_heads, "page_tokens": PAGE, "scale": width**-0.5, "blocks": BLOCKS},
+        **{"scratch": np.full(decode_scratch(width), 0xFF, np.uint8), "slots": slots, "eps": 1e-5, "offset": 0.25},
+        **({"cos": cos, "sin": sin} if rotary else {}),
+        **({"weight_stride": 0 if shared else width} if norm else {}),
+        **weights,
+        **options,
+    )
+    close(value(found["out"], real), expected.astype(np.float64), real, 4.0)
+    written = PagedCache(found["cache"], kv_heads, width, width, PAGE, dtype, True)
+    for mine, other in ((written.keys, cache.keys), (written.values, cache.values)):
+        one, two = (restore(each, dtype).astype(np.float64) for each in (mine, other))
+        assert (np.isnan(one) == np.isnan(two)).all()
+        assert (np.abs(one - two)[~np.isnan(one)] <= 2 * EPSILON[dtype] * np.abs(two[~np.isnan(two)]) + 1e-5).all()
 
 
 @pytest.mark.parametrize("real", ["float32", "bfloat16"])

@@ -14,6 +14,7 @@ from gpu.kernels.numbers import close, random, store, value
 from unit.runtime.sample_plan import sample_plan
 
 from toolkit.kernels_templates.catalog import ParamValue
+from toolkit.kernels_templates.cuda.basic import norm_threads
 from toolkit.runtime.plan import RandomFill, WeightEntry, WeightFile
 from toolkit.runtime.random_weights import fill_random
 from toolkit.runtime.step import ROW
@@ -33,7 +34,8 @@ def test_norm(real: str, kind: str, shape: tuple[int, int, int], residual: bool)
     extra = {"residual": other, "sum_out": np.empty_like(x)} if residual else {}
     arrays = {"x": x, "weight": weight, "bias": bias, "out": np.empty_like(x), **extra}
     sizes = {"rows": rows, "W": width, "weight_rows": weight_rows, "eps": 1e-5, "offset": 0.5}
-    found = run("norm", params | {"has_residual": residual}, **arrays, **sizes)
+    params |= {"has_residual": residual, "row_threads": norm_threads(width * x.itemsize)}
+    found = run("norm", params, **arrays, **sizes)
     total = value(x, real)
     if residual:
         total = value(store(total + value(other, real), real), real)
