@@ -16,6 +16,7 @@ COMMANDS = MappingProxyType(
     {
         "compile": ("compile_", "Turn a model into a plan."),
         "serve": ("serve", "Serve a plan over HTTP, with an OpenAI-compatible API."),
+        "run-batch": ("run_batch", "Answer a file of requests."),
         "generate": ("generate", "Complete one prompt."),
         "chat": ("chat", "Talk to a plan or a server."),
         "bench": ("bench", "Measure latency, throughput, serving and kernels."),
