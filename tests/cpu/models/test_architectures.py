@@ -37,7 +37,7 @@ from toolkit.compiler.interpret import from_source
 from toolkit.compiler.ir import Graph
 from toolkit.compiler.onnx_io import to_onnx
 from toolkit.compiler.targets import CPU
-from toolkit.models import capture as capturing
+from toolkit.models import recall
 from toolkit.models.coverage import PROOFS, TESTED_FILE
 from toolkit.models.source import open_model
 from toolkit.passes.pipelines import LEVELS, pipeline
@@ -258,7 +258,7 @@ def changed_again(graph: Graph) -> list[str]:
 
 @pytest.fixture
 def subject(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    """A case, to be compiled quickly and for one ISA level that every machine has, whose captured graph is kept."""
+    """A case, to be compiled quickly and for one ISA level that every machine has, whose graph is kept."""
     lowest = codegen.ISA_LEVELS[:1]
     compile_object = codegen.compile_object
 
@@ -267,15 +267,15 @@ def subject(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     monkeypatch.setattr(codegen, "build_libraries", partial(codegen.build_libraries, levels=lowest))
     monkeypatch.setattr(codegen, "compile_object", compile_quickly)
-    original = capturing.capture
+    original = recall.captured_graph
     with closing(Subject(case, tmp_path)) as subject:
 
-        def capture(*args: Any, **kwargs: Any) -> Graph:
+        def captured_graph(*args: Any, **kwargs: Any) -> Graph:
             graph = original(*args, **kwargs)
             subject.graph = subject.graph or graph
             return graph
 
-        monkeypatch.setattr(capturing, "capture", capture)
+        monkeypatch.setattr(recall, "captured_graph", captured_graph)
         yield subject
 
 
