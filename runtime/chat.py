@@ -33,7 +33,7 @@ class ChatTemplate:
         self, template: str, tool_template: str | None = None, special: Mapping[str, str] | None = None
     ) -> None:
         self._template, self._tool_template = template, tool_template or template
-        self._special = dict(special or {})
+        self.special = dict(special or {})
         self.source = template + (tool_template or "")
         _sandbox()
 
@@ -67,7 +67,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         values = {
-            **self._special,
+            **self.special,
             "documents": None,
             **_plain(kwargs),
             "messages": [_message(message) for message in messages],

@@ -110,19 +110,34 @@ class Prompts:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """The text of a conversation; with `continue_final_message` it ends inside the last message."""
-        if self.template is None:
+        """The text of a conversation; with `continue_final_message` it ends inside the last message. `template` stands
+        in for the plan's own."""
+        chosen = self.template if template is None else self._other(template)
+        if chosen is None:
             what = "no tokenizer" if self.tokenizer is None else "no chat template"
             raise UserError(f"this plan has {what}, so it can't chat: send a plain prompt instead")
         if not messages:
             raise UserError("messages must hold at least one message")
         if not continue_final_message:
-            return self.template.render(messages, tools, add_generation_prompt, **kwargs)
+            return chosen.render(messages, tools, add_generation_prompt, **kwargs)
         if add_generation_prompt:
             raise UserError("continue_final_message needs add_generation_prompt to be false")
-        return _open_ended(self.template.render(messages, tools, False, **kwargs), messages[-1])
+        return _open_ended(chosen.render(messages, tools, False, **kwargs), messages[-1])
+
+    def _other(self, template: str) -> Template:
+        """A request's own template, which sees the plan's special tokens."""
+        from .chat import ChatTemplate
+
+        own = self.template
+        return ChatTemplate(template, special=own.special if isinstance(own, ChatTemplate) else None)
+
+    @property
+    def template_source(self) -> str:
+        """The text of the plan's template, by which its variables are known; "" without one."""
+        return getattr(self.template, "source", "")
 
     def commands(
         self, request: str, prompt: list[int], params: SamplingParams, *, priority: int = 0, cache_salt: str = ""

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from ... import __version__
 from ..errors import InternalError, UserError
 from ..output import TokenTexts
-from . import manage, metrics
+from . import manage, metrics, responses
 from .errors import ApiError, as_api_error, error_response
 from .generate import Answer, chat_completions, completions
 from .messages import count_tokens, messages
@@ -31,6 +32,9 @@ from .token_api import generate_tokens, render_chat, render_completion
 MAX_BODY_BYTES = 16 * 2**20
 
 Handler = Callable[[Service, dict[str, Any]], Awaitable[Answer]]
+"""Takes a body."""
+Plain = Callable[[Service, Request], Awaitable[Response]]
+"""Takes none."""
 
 
 def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES, page: bool = True) -> Starlette:
@@ -39,21 +43,22 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES, page: 
     def post(path: str, handler: Handler) -> Route:
         return Route(path, PostEndpoint(service, handler, max_body_bytes), methods=["POST"])
 
-    def get(path: str, handler: Callable[[Service, Request], Awaitable[Response]]) -> Route:
+    def get(path: str, handler: Plain, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:
             return await handler(service, request)
 
-        return Route(path, endpoint)
+        return Route(path, endpoint, methods=[method])
 
-    def action(path: str, handler: Callable[[Service, Request], Awaitable[Response]]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            return await handler(service, request)
-
-        return Route(path, endpoint, methods=["POST"])
+    action = partial(get, method="POST")
 
     routes = [
         post("/v1/chat/completions", chat_completions),
         post("/v1/completions", completions),
+        post("/v1/responses", responses.responses),
+        get("/v1/responses/{response}", responses.retrieve),
+        get("/v1/responses/{response}/input_items", responses.input_items),
+        action("/v1/responses/{response}/cancel", responses.cancel),
+        get("/v1/responses/{response}", responses.delete, "DELETE"),
         post("/v1/messages", messages),
         post("/v1/messages/count_tokens", count_tokens),
         get("/v1/models", models),

@@ -168,15 +168,20 @@ async def chat_completions(service: Service, data: dict[str, Any]) -> Answer:
     """`POST /v1/chat/completions`."""
     request = parse(data, ChatRequest)
     service.check_model(request.model)
+    job, readers = await make_chat(service, request)
+    if request.stream:
+        return _stream_chat(job, request, readers)
+    return await _whole_chat(job, request, readers)
+
+
+async def make_chat(service: Service, request: ChatRequest) -> tuple[Job, list[ChoiceReader]]:
+    """The work that a chat amounts to, and what reads each choice of its answer."""
     prompts = await service.prompts()
     params = await _params(request, prompts)
     text = render_messages(request, prompts)
     ids = await service.encode(text, add_special_tokens=bool(request.add_special_tokens))
     job = await Job.make(service, request, [ids], params, request.limit)
-    readers = [ChoiceReader(prompts.formats, text, request, constrained=bool(params.grammar)) for _ in job.commands]
-    if request.stream:
-        return _stream_chat(job, request, readers)
-    return await _whole_chat(job, request, readers)
+    return job, [ChoiceReader(prompts.formats, text, request, constrained=bool(params.grammar)) for _ in job.commands]
 
 
 async def _stream_chat(job: Job, request: ChatRequest, readers: list[ChoiceReader]) -> AsyncGenerator[bytes, None]:

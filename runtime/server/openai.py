@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": ((), "use logit_bias"),
     "audio": ((), _MEDIA),
     "bad_words": (([],), "use logit_bias"),
-    "chat_template": ((), "the plan's own chat template is used"),
+    "chat_template": ((), "only chat has a template"),
     "documents": (([],), "put documents into the messages"),
     "echo": ((False,), "only completions can repeat the prompt"),
     "function_call": (("none",), "use tool_choice"),
@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_options": ((), "use cache_salt"),
     "prompt_cache_retention": (("in_memory", "in-memory"), "prefixes are cached in memory only"),
     "prompt_embeds": ((), "prompts are text or token ids"),
-    "reasoning_effort": (("none",), "use chat_template_kwargs, if the model's template has such a switch"),
+    "reasoning_effort": (("none",), "only chat thinks"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "spaces_between_special_tokens": ((True,), "special tokens are joined as the tokenizer joins them"),
     "store": ((False,), _STORE),
@@ -360,7 +360,11 @@ class ChatRequest(_Request, kw_only=True):
     messages: list[ChatMessage]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template: str | None = None
+    """In place of the plan's own; it runs in the same sandbox, within the same limits."""
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    """For templates that have such a variable; `none` also for those that have `enable_thinking`."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -459,17 +463,38 @@ class TokenizeChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def render_messages(request: ChatRequest | TokenizeChat, prompts: Prompts) -> str:
-    """The prompt text of a request's messages."""
-    reserved = {"messages", "tools", "add_generation_prompt"} & request.chat_template_kwargs.keys()
+    """The prompt text of a request's messages. Raises ApiError(400) for what the template has no variable for."""
+    kwargs = request.chat_template_kwargs
+    reserved = {"messages", "tools", "add_generation_prompt"} & kwargs.keys()
     if reserved:
         raise ApiError(400, f"chat_template_kwargs can't set {min(reserved)}", param="chat_template_kwargs")
+    template, tools = None, None
+    if isinstance(request, ChatRequest):
+        template = request.chat_template
+        tools = [tool.as_dict() for tool in request.offered] or None
+        kwargs = _effort(request.reasoning_effort, template or prompts.template_source) | kwargs
     return prompts.render(
         [message.as_dict() for message in request.messages],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
-        tools=[tool.as_dict() for tool in request.offered] or None if isinstance(request, ChatRequest) else None,
-        **request.chat_template_kwargs,
+        tools=tools,
+        template=template,
+        **kwargs,
     )
+
+
+def _effort(effort: str | None, template: str) -> dict[str, Any]:
+    """The template's variables that say how much to think."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    if effort == "none":
+        return {}
+    message = "reasoning_effort is not supported: the chat template has no variable for it"
+    raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -23,6 +23,7 @@ from .logs import log_arrival, wants_arrivals
 from .metrics import Metrics, RequestTimer
 from .picture import plan_picture
 from .record import current_record
+from .response_store import ResponseStore
 
 if TYPE_CHECKING:
     from ..client import AsyncEngine
@@ -64,6 +65,7 @@ class Service:
         self._opening: asyncio.Task[Prompts] | None = None
         self._texts: TokenTexts | None = None
         self.gate = Gate(engine, most_open, request_timeout)
+        self.responses = ResponseStore()
 
     def start(self) -> None:
         """Begin to read the text files and to watch the engine."""
