@@ -162,7 +162,11 @@ def test_environment_variables() -> None:
 
 def test_routes() -> None:
     code = (ROOT / "runtime/server/app.py").read_text()
-    routes = {path.replace("{model:path}", "NAME") for path in re.findall(r'(?:post|get|action)\("(/[^"]+)"', code)}
+    names = {"{model:path}": "NAME", "{response}": "ID"}
+    routes = {
+        re.sub(r"{.*}", lambda part: names[part[0]], path)
+        for path in re.findall(r'(?:post|get|action)\("(/[^"]+)"', code)
+    }
     table = page("server").partition("## Routes")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(?:GET|POST) (/[\w/]+)`", table)) == routes
 
