@@ -130,7 +130,8 @@ function redraw(plot) {
     runs(values).flatMap((run) => {
       const path = `M${run.map((index) => `${x(index).toFixed(1)} ${y(values[index]).toFixed(1)}`).join("L")}`;
       const below = `${path}V${height}H${x(run[0]).toFixed(1)}Z`;
-      return [draw("path", {d: below, class: `below c${number}`}), draw("path", {d: path, class: `line c${number}`})];
+      const line = draw("path", {d: path, class: `line c${number}`});
+      return number ? [line] : [draw("path", {d: below, class: `below c${number}`}), line];
     }),
   );
   let shown = history.length - 1;
