@@ -90,7 +90,8 @@ def main(arguments: list[str], open_engine: OpenEngine = open_engine) -> int:
     die_with(int(parent))
     port = SocketPort(address, int(parent))
     try:
-        engine = open_engine(Path(directory), msgspec.json.decode(options, type=EngineOptions))
+        chosen = msgspec.structs.replace(msgspec.json.decode(options, type=EngineOptions), whole_process=True)
+        engine = open_engine(Path(directory), chosen)
         gc.collect()
         gc.freeze()  # what was loaded stays: later collections need not look at it
         port.send([engine.stats()])

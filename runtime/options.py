@@ -108,7 +108,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Engine options; zero means "as the plan and the machine allow"."""
 
     memory: float = 0.9
-    """Up to 1: the share of available memory this process may use in all; above 1: bytes."""
+    """Up to 1: a share of available memory; above 1: bytes."""
+    whole_process: bool = False
+    """`memory` bounds all that this process holds on a CPU, the interpreter too: set in an engine process. Else it is
+    what the plan takes besides."""
     max_num_seqs: int = 0
     """Most requests running at once; at most the plan's `max_batch`."""
     max_batched_tokens: int = 0

@@ -55,7 +55,7 @@ class Device(Protocol):
         thread at work."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by kind: weights, arena, kv, host."""
+        """Bytes held, by kind: weights, arena, kv, host, and on a CPU interpreter, what the process held before."""
 
     def sleep(self) -> None:
         """Give back the memory of weights, caches and activations; only `wake` and `close` may follow. No step may be

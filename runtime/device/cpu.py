@@ -25,10 +25,14 @@ from ..random_weights import fill_random
 from ..step import ABI_HASH, MAX_TOP, RESULT, StepBatch, StepResult
 from .base import Ticket, find_bucket
 from .check import check_step
-from .machine import available_memory, cpu_flags, usable_cores
+from .machine import available_memory, cpu_flags, resident_bytes, usable_cores
 from .pages import mib, plan_pages
 
 Bytes = npt.NDArray[np.uint8]
+_GROWTH = 16 << 20
+"""Bytes by which a process grows that serves requests."""
+_GRAMMAR_BYTES = 1100
+"""And for each token of the vocabulary once there is a grammar."""
 _READ = 16 << 20
 """Bytes a weight reader takes at once."""
 
@@ -70,7 +74,8 @@ class CpuDevice:
         self.plan = plan
         self.threads = options.threads or usable_cores()
         self._directory, self._verify, self._asleep = directory, options.verify, False
-        budget = _budget(options)
+        self._interpreter = resident_bytes()
+        budget, own = _budget(plan, options, self._interpreter)
         library = choose_library(plan.libraries, cpu_flags(), read_env().isa)
         with debug_phase(f"Kernels ({library.isa}, {self.threads} threads)"):
             if options.verify:
@@ -81,7 +86,7 @@ class CpuDevice:
         self._running = threading.Lock()
         self._stop = weakref.finalize(self, _stop, self._library, self._state, self._workers, self._running)
         self.isa: str = library.isa
-        self.pages = plan_pages(plan, budget)
+        self.pages = plan_pages(plan, budget, own)
         with debug_phase(f"Weights ({mib(plan.memory.weights)})"):
             self._weights = {file.file: _allocate(file.bytes) for file in plan.weight_files}
             _load_weights(directory, plan, self._weights, options.verify)
@@ -186,14 +191,15 @@ class CpuDevice:
         return self._run(batch, times), times.astype(np.float64) * 1e-9
 
     def memory(self) -> dict[str, int]:
-        """Bytes held, by kind."""
+        """Bytes held, by kind; `interpreter` is what the process held before."""
+        own = {"host": self._host_bytes, "interpreter": self._interpreter}
         if self._asleep:
-            return {"weights": 0, "arena": 0, "kv": 0, "host": self._host_bytes}
+            return {"weights": 0, "arena": 0, "kv": 0, **own}
         return {
             "weights": sum(array.nbytes for array in self._weights.values()),
             "arena": self._arena.nbytes,
             "kv": sum(cache.nbytes for cache in self._caches),
-            "host": self._host_bytes,
+            **own,
         }
 
     @property
@@ -249,8 +255,13 @@ def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: 
     raise UserError(f"this plan needs an {offered[0].isa} CPU, but this one lacks {missing}")
 
 
-def _budget(options: EngineOptions) -> int:
-    return int(options.memory if options.memory > 1 else options.memory * available_memory())
+def _budget(plan: Plan, options: EngineOptions, interpreter: int) -> tuple[int, int]:
+    """Bytes that may be used, and those of them that the process itself has or will have."""
+    grammars = plan.model.vocab_size * _GRAMMAR_BYTES if plan.text is not None else 0
+    own = _GROWTH + grammars if options.whole_process else 0
+    if options.memory <= 1:
+        return int(options.memory * available_memory()), own
+    return int(options.memory), own + (interpreter if options.whole_process else 0)
 
 
 def _allocate(size: int) -> Bytes:

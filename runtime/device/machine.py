@@ -60,6 +60,12 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
             yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
+def resident_bytes(root: Path = _ROOT) -> int:
+    """Bytes of this process that are in memory now, those of files included."""
+    pages = int((root / "proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @cache
 def cpu_model() -> str:
     """The CPU's name as /proc/cpuinfo has it."""
