@@ -1,6 +1,6 @@
 # The two commands are `make demo` and `make test`; both make what they need.
 .DELETE_ON_ERROR:
-.PHONY: help install models chromium demo test fuzz lint types bench docs clean
+.PHONY: help install models chromium demo test fuzz clients lint types bench docs clean
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
@@ -37,6 +37,16 @@ demo: $(INSTALLED)  ## Compile a real model, serve it, and ask it a question ove
 test: models chromium  ## Run all tests
 	TOOLKIT_TEST_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not gpu"
 
+CLIENTS := $(basename $(notdir $(wildcard tests/clients/requirements/*.txt)))
+
+clients: models $(CLIENTS:%=.clients/%/installed)  ## Run the pages on clients, each with its client installed in .clients/
+	TOOLKIT_TEST_CLIENTS=$(abspath .clients) TOOLKIT_TEST_MODELS=$(abspath $(MODELS)) $(BIN)/python -m pytest tests/e2e/test_clients.py
+
+.clients/%/installed: tests/clients/requirements/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check -q -r $<
+	@touch $@
+
 lint: $(INSTALLED)  ## Check style
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +64,4 @@ docs: $(INSTALLED)  ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict
 
 clean:  ## Remove what the other targets made, models and .venv excepted
-	rm -rf .demo .bench site build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .demo .bench .clients site build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -65,6 +65,7 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES, page: 
         get("/v1/models/{model:path}", model),
         post("/tokenize", tokenize),
         post("/detokenize", detokenize),
+        get("/tokenizer_info", tokenizer_info),
         get("/health", health),
         get("/metrics", metrics_text),
         get("/version", version),
@@ -254,3 +255,18 @@ async def detokenize(service: Service, data: dict[str, Any]) -> dict[str, Any]:
     request = parse(data, DetokenizeRequest)
     service.check_model(request.model)
     return {"prompt": (await service.prompts()).decode(request.tokens)}
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """`GET /tokenizer_info`: what a client must know beside the two above, as vLLM says it."""
+    prompts, plan = await service.prompts(), service.plan
+    texts = TokenTexts(prompts.tokenizer)
+    return json_response(
+        {
+            "bos_token": None if plan.bos_token_id is None else texts(plan.bos_token_id),
+            "eos_token": texts(plan.eos_token_ids[0]) if plan.eos_token_ids else None,
+            "pad_token": None,
+            "model_max_length": plan.model.max_context,
+            "chat_template": getattr(prompts.template, "source", None),
+        }
+    )

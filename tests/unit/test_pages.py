@@ -27,7 +27,8 @@ FILES = {
     *(path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")),
     *(path.name for path in ROOT.iterdir()),
 }
-PAGES = {path.name: path.read_text() for path in (*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md")}
+DOCS = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+PAGES = DOCS | {"CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text()}
 
 
 def page(name: str) -> str:

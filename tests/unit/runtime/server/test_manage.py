@@ -42,6 +42,15 @@ def test_server_info() -> None:
     serve(test, defaults={"top_k": 5})
 
 
+def test_tokenizer_info() -> None:
+    async def test(server: Server) -> None:
+        info = (await server.client.get("/tokenizer_info")).json()
+        assert (info["eos_token"], info["model_max_length"]) == ("<eos>", 256)
+        assert info["bos_token"] is None or info["bos_token"]
+
+    serve(test)
+
+
 def test_the_load_counts_open_requests_and_they_can_be_aborted_by_id() -> None:
     async def test(server: Server) -> None:
         server.engine.stall_after = 2
