@@ -25,6 +25,7 @@ import openai
 import pytest
 from e2e.serving import ServerProcess, StartServer
 from prometheus_client.parser import text_string_to_metric_families
+from unit.runtime.server.collector import attributes, collecting
 
 from toolkit.runtime.load import read_plan
 
@@ -32,7 +33,7 @@ QUESTION: list[dict[str, str]] = [
     {"role": "system", "content": "You answer in one short sentence."},
     {"role": "user", "content": "What is the capital of France?"},
 ]
-BANNED = ("torch", "triton", "transformers", "onnx", "tvm")
+BANNED = ("torch", "triton", "transformers", "onnx", "tvm", "opentelemetry", "requests", "google")
 
 
 def sdk(server: ServerProcess) -> Any:
@@ -105,6 +106,32 @@ def test_gauges_are_zero_soon_after_aborts(server: ServerProcess) -> None:
         next(lines)
         wait_until(lambda: all(metric(server, name) > 0 for name in gauges[::2]), 10)
     assert wait_until(lambda: all(metric(server, name) == 0 for name in gauges), 10) < 10
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_traces_have_the_engines_times(own_server: StartServer) -> None:
+    with collecting() as collector:
+        server = own_server("--otlp-traces-endpoint", collector.url)
+        headers = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+        body = {"prompt": [5, 6, 7, 8], "max_tokens": 10, "ignore_eos": True}
+        began = time.time_ns()
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+        ended = time.time_ns()
+        assert server.stop() == 0
+    spans = {span.name: span for span in collector.spans}
+    root = spans.pop("text_completion smollm2")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == ("ab" * 16, "cd" * 8)
+    assert spans.keys() == {"queue", "prefill", "decode"}
+    assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+    moments = [began, root.start_time_unix_nano, spans["queue"].start_time_unix_nano]
+    for name in ("queue", "prefill", "decode"):
+        moments.append(spans[name].end_time_unix_nano)
+    moments += [root.end_time_unix_nano, ended]
+    assert moments == sorted(moments)
+    found = attributes(root.attributes)
+    assert (found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"]) == (4, 10)
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
