@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, ClassVar, Literal
@@ -9,35 +10,54 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..output import Delta, Output
+from ..parsers.core import Parts
+from .answers import ChoiceReader
 from .errors import as_api_error
-from .generate import Answer, Job
+from .generate import Answer, Job, make_chat
 from .openai import MAX_STOPS, ChatRequest, parse, render_messages
 from .render import Usage
 from .service import Service
 
-_TOOLS = "tool calls are not supported"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_control": (({"type": "ephemeral"},), "prefixes are cached by themselves"),
     "container": ((), "there are no containers"),
     "diagnostics": ((), "there are none"),
     "inference_geo": ((), "there is one place"),
-    "output_config": (({},), "structured output is not supported"),
     "service_tier": (("auto", "standard_only"), "there is one tier"),
     "speed": (("standard",), "there is one speed"),
-    "thinking": (({"type": "disabled"},), "reasoning is part of the text"),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), _TOOLS),
-    "tools": (([],), _TOOLS),
     "user_profile_id": ((), "the server knows no users"),
     "workspace_id": ((), "the server knows no workspaces"),
 }
 """Known fields that can't be honored: the values that ask for nothing, which are taken, and why others are refused."""
 
 
-class _TextBlock(msgspec.Struct, tag="text", forbid_unknown_fields=True):
-    text: str
+class _Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: dict[str, Any] | None = None
     """Asks for what happens anyway: prefixes are cached."""
+
+
+class _TextBlock(_Block, tag="text", kw_only=True):
+    text: str
     citations: list[dict[str, Any]] | None = None
+
+
+class _ThinkingBlock(_Block, tag="thinking", kw_only=True):
+    thinking: str
+    signature: str = ""
+
+
+class _ToolUseBlock(_Block, tag="tool_use", kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class _ToolResultBlock(_Block, tag="tool_result", kw_only=True):
+    tool_use_id: str
+    content: str | list[_TextBlock] = ""
+    is_error: bool = False
+    """Tools say in their own words that they failed; templates have no place for more."""
 
 
 _Content = str | list[_TextBlock]
@@ -49,7 +69,28 @@ def _text(content: _Content) -> str:
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: _Content
+    content: str | list[_TextBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock]
+
+    def chat(self) -> list[dict[str, Any]]:
+        """As chat messages: results of tools come before what the user says with them."""
+        blocks = [_TextBlock(text=self.content)] if isinstance(self.content, str) else self.content
+        text = "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
+        thought = "\n".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock))
+        calls = [_call(block) for block in blocks if isinstance(block, _ToolUseBlock)]
+        results = [
+            {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+            for block in blocks
+            if isinstance(block, _ToolResultBlock)
+        ]
+        own: dict[str, Any] = {"role": self.role, "content": text}
+        own |= {"reasoning_content": thought} if thought else {}
+        own |= {"tool_calls": calls} if calls else {}
+        return results if results and not text else [*results, own]
+
+
+def _call(block: _ToolUseBlock) -> dict[str, Any]:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
 
 
 class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
@@ -58,23 +99,81 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True):
     user_id: str | None = None
 
 
+class _Tool(_Block, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] = "custom"
+    strict: bool | None = None
+
+    def chat(self) -> dict[str, Any]:
+        """As chats have it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, "parameters": self.input_schema, **described}}
+
+
+class _ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+    def chat(self) -> dict[str, Any]:
+        """As fields of chats."""
+        choice: Any = {"any": "required"}.get(self.type, self.type)
+        if self.type == "tool":
+            choice = {"type": "function", "function": {"name": self.name}}
+        return {"tool_choice": choice, "parallel_tool_calls": not self.disable_parallel_tool_use}
+
+
+class _Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["disabled", "adaptive"]
+    """A budget of tokens, which `enabled` has, can't be kept."""
+    display: Literal["summarized"] | None = None
+    """Thinking is shown whole, which is more."""
+
+
+class _OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class _OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: str | None = None
+    format: _OutputFormat | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/messages/count_tokens`."""
 
     messages: list[_Message]
     model: str | None = None
     system: _Content = ""
+    tools: list[_Tool] = []
+    tool_choice: _ToolChoice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
 
     def chat(self) -> dict[str, Any]:
         """The chat request's fields. A last message of the assistant's is continued."""
-        messages = [{"role": each.role, "content": _text(each.content)} for each in self.messages]
+        messages = [message for each in self.messages for message in each.chat()]
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         prefilled = bool(messages) and messages[-1]["role"] == "assistant"
-        return {
+        fields: dict[str, Any] = {
             "messages": system + messages,
             "add_generation_prompt": not prefilled,
             "continue_final_message": prefilled,
+            "tools": [tool.chat() for tool in self.tools],
         }
+        if self.tool_choice is not None:
+            fields |= self.tool_choice.chat()
+        if self.thinking is not None and self.thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
+        if self.output_config is not None:
+            fields["reasoning_effort"] = fields.get("reasoning_effort") or self.output_config.effort
+            if self.output_config.format is not None:
+                schema = {"name": "output", "schema": self.output_config.format.schema}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return fields
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -101,76 +200,126 @@ class _Chat(ChatRequest, kw_only=True):
     id_prefix: ClassVar[str] = "msg_"
 
 
-async def _prompt(service: Service, request: CountRequest) -> tuple[_Chat, list[int]]:
-    service.check_model(request.model)
-    chat = parse(request.chat(), _Chat)
-    return chat, await service.encode(render_messages(chat, await service.prompts()), add_special_tokens=False)
-
-
 async def count_tokens(service: Service, data: dict[str, Any]) -> dict[str, Any]:
     """`POST /v1/messages/count_tokens`."""
-    _, ids = await _prompt(service, parse(data, CountRequest, REFUSED))
-    return {"input_tokens": len(ids)}
+    request = parse(data, CountRequest, REFUSED)
+    service.check_model(request.model)
+    text = render_messages(parse(request.chat(), _Chat), await service.prompts())
+    return {"input_tokens": len(await service.encode(text, add_special_tokens=False))}
 
 
 async def messages(service: Service, data: dict[str, Any]) -> Answer:
     """`POST /v1/messages`."""
-    chat, ids = await _prompt(service, parse(data, MessagesRequest, REFUSED))
-    job = await Job.make(service, chat, [ids], chat.params(await service.prompts()), chat.limit)
-    return _stream(job) if chat.stream else await _whole(job)
+    request = parse(data, MessagesRequest, REFUSED)
+    service.check_model(request.model)
+    chat = parse(request.chat(), _Chat)
+    job, (reader,) = await make_chat(service, chat)
+    return _stream(job, reader) if chat.stream else await _whole(job, reader)
 
 
-async def _whole(job: Job) -> dict[str, Any]:
-    usage = job.usage()
+async def _whole(job: Job, reader: ChoiceReader) -> dict[str, Any]:
+    usage, blocks = job.usage(), _Blocks()
     (choice,) = await job.collect(usage)
-    content = [{"type": "text", "text": choice.text}]
-    return {**_head(job), "content": content, **_end(choice), "usage": _usage(usage)}
+    blocks.add(reader.push(Delta(choice.text, [], finish_reason=choice.finish_reason)))
+    return {**_head(job), "content": blocks.content, **_end(choice, reader), "usage": _usage(usage)}
 
 
-async def _stream(job: Job) -> AsyncGenerator[bytes, None]:
-    usage, started = job.usage(), False
+async def _stream(job: Job, reader: ChoiceReader) -> AsyncGenerator[bytes, None]:
+    usage, blocks, started = job.usage(), _Blocks(), False
     try:
         async with aclosing(job.deltas()) as deltas:
             async for _, delta in deltas:
                 usage.add(delta)
-                data = b"" if started else _start(job)
+                events = [] if started else [_start(job)]
                 started = True
-                if delta.text:
-                    text = {"type": "text_delta", "text": delta.text}
-                    data += _event("content_block_delta", index=0, delta=text)
+                events += blocks.add(reader.push(delta))
                 if delta.finish_reason is not None:
-                    data += _event("content_block_stop", index=0)
-                    data += _event("message_delta", delta=_end(delta), usage=_usage(usage))
-                    data += _event("message_stop")
-                if data:
-                    yield data
+                    events += blocks.close()
+                    events += [{"type": "message_delta", "delta": _end(delta, reader), "usage": _usage(usage)}]
+                    events += [{"type": "message_stop"}]
+                if events:
+                    yield b"".join(map(_event, events))
     except Exception as error:
         if not started:
             raise
         yield b"event: error\ndata: " + msgspec.json.encode(as_api_error(error).anthropic_body()) + b"\n\n"
 
 
-def _start(job: Job) -> bytes:
+class _Blocks:
+    """Content blocks made of an answer's parts; one is open at a time."""
+
+    def __init__(self) -> None:
+        self.content: list[dict[str, Any]] = []
+        self._open = ""
+
+    def add(self, parts: Parts) -> list[dict[str, Any]]:
+        """The events that these parts cause."""
+        events: list[dict[str, Any]] = []
+        for kind, text in (("thinking", parts.reasoning), ("text", parts.content)):
+            if text:
+                events += self._extend(kind, text)
+        for call in parts.calls:
+            events += self.close()
+            block = {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
+            events += [self._begin({**block, "input": {}})]
+            events += [self._delta({"type": "input_json_delta", "partial_json": call.arguments})]
+            self.content[-1] = block | {"input": _object(call.arguments)}
+            events += self.close()
+        return events
+
+    def close(self) -> list[dict[str, Any]]:
+        """The open block is done."""
+        if not self._open:
+            return []
+        self._open = ""
+        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+
+    def _extend(self, kind: str, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if self._open != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events = [*self.close(), self._begin({"type": kind, kind: "", **signature})]
+        self.content[-1][kind] += text
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
+
+    def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._open = block["type"]
+        self.content.append(block)
+        return {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; what the model wrote in another form comes as one string."""
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        found = arguments
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _start(job: Job) -> dict[str, Any]:
     end = {"stop_reason": None, "stop_sequence": None}
-    message = {**_head(job), "content": [], **end, "usage": _usage(job.usage())}
-    block = {"type": "text", "text": ""}
-    return _event("message_start", message=message) + _event("content_block_start", index=0, content_block=block)
+    return {"type": "message_start", "message": {**_head(job), "content": [], **end, "usage": _usage(job.usage())}}
 
 
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+def _event(data: dict[str, Any]) -> bytes:
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _head(job: Job) -> dict[str, Any]:
     return {"id": job.id, "type": "message", "role": "assistant", "model": job.service.model}
 
 
-def _end(last: Delta | Output) -> dict[str, Any]:
+def _end(last: Delta | Output, reader: ChoiceReader) -> dict[str, Any]:
     """Why the answer ended. One that was aborted from outside is a paused turn, which a client may continue."""
     if isinstance(last.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-    reasons = {"stop": "end_turn", "length": "max_tokens", "abort": "pause_turn"}
-    return {"stop_reason": reasons[last.finish_reason or "stop"], "stop_sequence": None}
+    reasons = {"stop": "end_turn", "length": "max_tokens", "abort": "pause_turn", "tool_calls": "tool_use"}
+    return {"stop_reason": reasons[reader.reason(last.finish_reason) or "stop"], "stop_sequence": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from unit.runtime.server.fakes import Server
 from unit.runtime.server.test_app import REPLY, serve
 
+from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.request import Error
 from toolkit.runtime.server.errors import ApiError
 from toolkit.runtime.server.messages import REFUSED, CountRequest, MessagesRequest
@@ -122,3 +123,116 @@ def test_the_sdk_understands_our_errors() -> None:
                 await stream.get_final_message()
 
     serve(test)
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "Weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+HERMES = Formats(tools="hermes", reasoning="qwen3")
+THOUGHT = '<think>Rain?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def test_thinking_text_and_tools_are_blocks_streamed_and_whole() -> None:
+    async def test(server: Server) -> None:
+        server.engine.reply = THOUGHT
+        client, ask = sdk(server), ASK | {"tools": [WEATHER], "max_tokens": 200, "thinking": {"type": "adaptive"}}
+        whole = await client.messages.create(**ask)
+        kinds = []
+        async with client.messages.stream(**ask) as stream:
+            async for event in stream:
+                kinds.append(event.type)
+            final = await stream.get_final_message()
+        for answer in (whole, final):
+            thinking, text, use = answer.content
+            assert (thinking.type, thinking.thinking) == ("thinking", "Rain?")
+            assert (text.type, text.text) == ("text", "Let me see.")
+            assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Paris"})
+            assert answer.stop_reason == "tool_use"
+        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+        assert {"thinking", "text", "input_json"} <= set(kinds)
+
+    serve(test, formats=HERMES)
+
+
+def test_results_of_tools_reach_the_model() -> None:
+    async def test(server: Server) -> None:
+        use = {"type": "tool_use", "id": "1", "name": "weather", "input": {"city": "Paris"}}
+        said = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "I look."}, use]
+        result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sunny"}]}
+        turns = [
+            {"role": "user", "content": "Rain?"},
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+        ]
+        ask = ASK | {"messages": turns, "tools": [WEATHER]}
+        await sdk(server).messages.create(**ask)
+        prompt = bytes(server.engine.commands[0].prompt).decode()
+        assert prompt == "user:Rain?\nassistant:I look.\ntool:sunny\nuser:So?\nassistant:"
+        counted = await sdk(server).messages.count_tokens(
+            **{name: ask[name] for name in ("model", "messages", "tools")}
+        )
+        assert counted.input_tokens == len(prompt)
+
+    serve(test, formats=HERMES)
+
+
+@pytest.mark.parametrize(
+    ("choice", "most"), [({"type": "any"}, None), ({"type": "tool", "name": "weather"}, 1), ({"type": "none"}, None)]
+)
+def test_tool_choice(choice: dict[str, Any], most: int | None) -> None:
+    async def test(server: Server) -> None:
+        server.engine.reply = (
+            "no" if choice["type"] == "none" else '[{"name": "weather", "arguments": {"city": "Rome"}}]'
+        )
+        answer = await sdk(server).messages.create(
+            **ASK | {"tools": [WEATHER], "tool_choice": choice, "max_tokens": 90}
+        )
+        grammar = server.engine.commands[0].params.grammar
+        if choice["type"] == "none":
+            assert (answer.content[0].text, grammar) == ("no", "")
+        else:
+            assert answer.content[0].input == {"city": "Rome"}
+            assert "weather" in grammar
+            assert ("maxItems" in grammar) == (most == 1)
+
+    serve(test)
+
+
+def test_output_of_a_schema() -> None:
+    async def test(server: Server) -> None:
+        schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+        config = {"format": {"type": "json_schema", "schema": schema}}
+        await sdk(server).messages.create(**ASK, output_config=config)
+        assert "age" in server.engine.commands[0].params.grammar
+
+    serve(test)
+
+
+def test_calls_that_are_no_objects_stay_readable() -> None:
+    async def test(server: Server) -> None:
+        server.engine.reply = '<tool_call>{"name": "weather", "arguments": ["Paris"]}</tool_call>'
+        answer = await sdk(server).messages.create(**ASK | {"tools": [WEATHER], "max_tokens": 200})
+        assert all(isinstance(block.input, dict) for block in answer.content if block.type == "tool_use")
+
+    serve(test, formats=HERMES)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://a"}}]}]},
+        {"output_config": {"effort": "high"}},
+    ],
+)
+def test_what_cannot_be_honored_is_refused(fields: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        with pytest.raises(anthropic.BadRequestError):
+            await sdk(server).messages.create(**ASK | fields)
+        assert not server.engine.commands
+
+    serve(test, formats=HERMES)
