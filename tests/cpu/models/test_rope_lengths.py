@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,7 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu.models.architectures import BOUNDS, cached_logits, sequences, tensors, tiny_config
+import torch
+from cpu.models import architectures
+from cpu.models.architectures import (
+    BOUNDS,
+    cached_logits,
+    reference_logits,
+    sequences,
+    tensors,
+    tiny_config,
+    tiny_model,
+)
 from torch import Tensor
 from transformers.models.phi3 import modeling_phi3
 
@@ -102,6 +113,35 @@ def test_checks_between_passes_see_both_sets_of_frequencies() -> None:
     other = {op.output.name: {**op.attrs, "first": 1000} for op in ops}
     changed = tuple(replace(op, attrs=other.get(op.outputs[0].name, op.attrs)) for op in graph.ops)
     assert "changed by up to" in find_difference(graph, replace(graph, ops=changed))
+
+
+def test_where_float32_is_coarser_than_the_bar_ours_is_no_coarser_than_hugging_faces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma's norms multiply by 1 + w, so random weights make steep softmaxes: float32 itself is 2e-4 off there."""
+    factors = [[1 + i / 10 for i in range(17)], [2 + i / 2 for i in range(17)]]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": factors[0], "long_factor": factors[1]}
+    odd = {"head_dim": 34, "hidden_size": 130, "intermediate_size": 70, "original_max_position_embeddings": 16}
+    case = "gemma longrope, odd sizes"
+    monkeypatch.setitem(
+        architectures.CASES, case, ("gemma", {**architectures.CASES["gemma"][1], **odd, "rope_parameters": rope})
+    )
+    (tokens,) = sequences(case, [37])
+    theirs, ours = (
+        reference_logits(case, tokens),
+        interpret(captured(case), step([(0, tokens, len(tokens))]), from_tensors(tensors(case)))["logits"],
+    )
+    exact = exact_logits(case, tokens)
+    assert np.abs(theirs - exact).max() > 1e-4
+    assert np.abs(ours - exact).max() < 2 * np.abs(theirs - exact).max()
+
+
+@torch.no_grad()
+def exact_logits(case: str, tokens: list[int]) -> Array:
+    """Logits[n, V] of the Hugging Face model in float64."""
+    model: Any = copy.deepcopy(tiny_model(case)).double()
+    logits: Array = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    return logits
 
 
 def quadratic(original: Callable[..., Any]) -> Callable[..., Any]:
