@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.serving import ServerProcess, StartServer
+from e2e.serving import ServerProcess
 from playwright.sync_api import Browser, Page, expect
 from unit.runtime.server.fakes import http_server
 
 from toolkit.runtime.layers import split_layers
 from toolkit.runtime.load import read_plan
+from toolkit.runtime.server.options import HttpOptions
 
 PHONE, DESKTOP = (390, 844), (1440, 900)
 SECONDS = 30_000.0
@@ -166,7 +167,7 @@ def test_parameters_and_history_are_sent(opened: Any) -> None:
 
 
 def test_what_a_model_writes_is_only_text(opened: Any) -> None:
-    evil = "<img src=x onerror=alert(1)> a `b<i>`\n```html\n<script>alert(2)</script>\n```\nend"
+    evil = "<img src=x onerror=alert(1)> a `b<i>` **<u>c**\n```html\n<script>alert(2)</script>\n```\nend"
     with http_server(reply=evil) as (url, _):
         view = ready(opened(url))
         view.say("<b>me</b>")
@@ -175,7 +176,8 @@ def test_what_a_model_writes_is_only_text(opened: Any) -> None:
         assert "<script>alert(2)</script>" in text
         assert view.page.locator("#messages pre code").inner_text().strip() == "<script>alert(2)</script>"
         assert view.page.locator("#messages p code").inner_text() == "b<i>"
-        assert view.page.locator("#messages img, #messages script, #messages b").count() == 0
+        assert view.page.locator("#messages strong").inner_text() == "<u>c"
+        assert view.page.locator("#messages img, #messages script, #messages b, #messages u").count() == 0
         assert view.page.locator(".message.user").inner_text() == "<b>me</b>"
         view.page.close()
 
@@ -195,6 +197,22 @@ def test_errors_are_shown_and_the_chat_goes_on(opened: Any) -> None:
         view.trouble.clear()
         sent = [body["messages"] for body in view.bodies if "messages" in body]
         assert sent[-1] == [{"role": "user", "content": "two"}]
+        view.page.close()
+
+
+def test_a_key_is_asked_for_and_used(opened: Any) -> None:
+    with http_server(HttpOptions(api_keys=("opensesame",)), reply="Hello") as (url, _):
+        view = opened(url)
+        expect(view.page.locator("#notice")).to_contain_text("API key")
+        view.page.get_by_label("API key").fill("opensesame")
+        ready(view)
+        expect(view.page.locator("#notice")).to_be_hidden()
+        view.say("hi")
+        assert view.answer() == "Hello"
+        view.page.reload()
+        ready(view)
+        assert all("401" in each for each in view.trouble)
+        view.trouble.clear()
         view.page.close()
 
 
@@ -249,18 +267,3 @@ def test_the_plan_is_drawn(opened: Any, server: ServerProcess, smollm2_plan: Pat
     first = page.locator(".part").first.locator(".op b").first.inner_text()
     assert first == program[0].op.partition(":")[0]
     assert f"{plan.model.layers} layers × {plan.model.hidden_size}" in page.locator("#facts").inner_text()
-
-
-def test_a_key_is_asked_for_and_used(opened: Any, own_server: StartServer) -> None:
-    view = opened(own_server("--api-key", "opensesame").url)
-    expect(view.page.locator("#notice")).to_contain_text("API key")
-    view.page.get_by_label("API key").fill("opensesame")
-    ready(view)
-    expect(view.page.locator("#notice")).to_be_hidden()
-    view.page.get_by_label("Max tokens").fill("3")
-    view.say("Hello")
-    assert view.answer()
-    view.page.reload()
-    ready(view)
-    assert all("401" in each for each in view.trouble)
-    view.trouble.clear()

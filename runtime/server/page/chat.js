@@ -18,7 +18,7 @@ function bubble(role, text) {
   return element;
 }
 
-// Text with its code set apart. Only text is put in: nothing that a model writes becomes an element.
+// Text with its code and what is bold. Only text is put in: nothing that a model writes becomes an element.
 function show(body, text) {
   const pieces = text.split(/^```/m);
   body.replaceChildren(
@@ -30,7 +30,10 @@ function show(body, text) {
   );
 }
 const inline = (text) =>
-  text.trim().split(/(`[^`\n]+`)/).map((part) => (/^`[^`]+`$/.test(part) ? make("code", {}, part.slice(1, -1)) : part));
+  text.trim().split(/(`[^`\n]+`|\*\*[^*\n]+\*\*)/).map((part) => {
+    if (/^`[^`]+`$/.test(part)) return make("code", {}, part.slice(1, -1));
+    return /^\*\*[^*]+\*\*$/.test(part) ? make("strong", {}, part.slice(2, -2)) : part;
+  });
 
 function scrollDown() {
   const box = byId("messages");

@@ -241,7 +241,7 @@ class Server:
 
 
 @contextmanager
-def http_server(**engine: Any) -> Iterator[tuple[str, FakeEngine]]:
+def http_server(options: HttpOptions | None = None, **engine: Any) -> Iterator[tuple[str, FakeEngine]]:
     """The application on a real port, in a thread with an event loop of its own: its URL and its engine."""
     listener = listen("127.0.0.1", 0)
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, FakeEngine]] = Future()
@@ -251,7 +251,8 @@ def http_server(**engine: Any) -> Iterator[tuple[str, FakeEngine]]:
         async with Server() as server:
             for name, value in engine.items():
                 setattr(server.engine, name, value)
-            config = uvicorn.Config(server.app, lifespan="off", log_config=None, ws="none")
+            app = guarded(server.app, options or HttpOptions())
+            config = uvicorn.Config(app, lifespan="off", log_config=None, ws="none")
             http = uvicorn.Server(config)
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             started.set_result((asyncio.get_running_loop(), done, server.engine))
