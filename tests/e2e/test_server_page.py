@@ -204,6 +204,9 @@ def test_a_key_is_asked_for_and_used(opened: Any) -> None:
     with http_server(HttpOptions(api_keys=("opensesame",)), reply="Hello") as (url, _):
         view = opened(url)
         expect(view.page.locator("#notice")).to_contain_text("API key")
+        asked = len(view.requests)
+        view.page.wait_for_timeout(1500)
+        assert len(view.requests) == asked, "it goes on asking without a key"
         view.page.get_by_label("API key").fill("opensesame")
         ready(view)
         expect(view.page.locator("#notice")).to_be_hidden()

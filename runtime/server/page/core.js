@@ -52,12 +52,17 @@ function notice(text) {
   byId("notice").hidden = !text;
 }
 
+let refused; // the key that the server did not take
+
+const givenKey = () => byId("key").value.trim();
+
 // An answer of the server. Paths are relative: a proxy may show the server anywhere.
 async function ask(path, options = {}) {
-  const key = byId("key").value.trim();
+  const key = givenKey();
   const headers = {...(options.body ? {"content-type": "application/json"} : {}), ...(key ? {authorization: `Bearer ${key}`} : {})};
   const answer = await fetch(path, {...options, headers, cache: "no-store"});
   if (answer.status === 401) {
+    refused = key;
     notice("This server wants an API key: enter it under Settings.");
     byId("settings").open = true;
     if (document.activeElement === document.body) byId("key").focus();

@@ -57,7 +57,7 @@ async function learn() {
 }
 
 async function beat() {
-  if (document.visibilityState === "visible") {
+  if (document.visibilityState === "visible" && refused !== givenKey()) {
     await look();
     if (!known) await learn().catch(() => {});
   }
@@ -65,7 +65,7 @@ async function beat() {
 }
 
 byId("key").value = store.get("key");
-byId("key").addEventListener("input", () => store.set("key", byId("key").value.trim()));
+byId("key").addEventListener("input", () => store.set("key", givenKey()));
 if (matchMedia("(max-width: 60rem)").matches) byId("settings").open = false;
 startTheme();
 startTabs();
