@@ -1,7 +1,9 @@
-"""What a step of the engine costs outside the kernels: `engine_overhead.py [--batch 8 32] [--steps 400]`.
+"""What a step of the engine costs outside the kernels: `engine_overhead.py [--batch 8 32] [--steps 400] [--plan PLAN]`.
 
 The device answers at once, so a decoding step's whole time is the engine's: scheduling, the step's arrays, results,
-stop rules, events, and their message to the front end. Prints one JSON object a batch size; times are milliseconds.
+stop rules, events, and their message to the front end. With `--plan`, a CPU plan's steps are run as well, and what they
+take besides the kernels is measured: checks of inputs and the call of the kernels come on top. Prints one JSON object a
+batch size; times are milliseconds.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from toolkit.runtime.device.base import Ticket
+from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
+from toolkit.runtime.load import read_plan
 from toolkit.runtime.loop import run_loop
 from toolkit.runtime.options import EngineOptions
 from toolkit.runtime.plan import Bucket, CacheResource, MemoryPlan, Model, Plan, Report
@@ -84,8 +89,8 @@ class InstantDevice:
     def copy_pages(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         pass
 
-    def profile(self, batch: StepBatch) -> npt.NDArray[np.float64]:
-        return np.zeros((0, 2))
+    def profile(self, batch: StepBatch) -> tuple[Ticket, npt.NDArray[np.float64]]:
+        return self.submit(batch), np.zeros((0, 2))
 
     def memory(self) -> dict[str, int]:
         return {}
@@ -93,7 +98,8 @@ class InstantDevice:
     def sleep(self) -> None:
         pass
 
-    wake = sleep
+    def wake(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -159,14 +165,45 @@ def measure(batch: int, context: int, steps: int) -> dict[str, float]:
     }
 
 
+def measure_plan(directory: Path, batch: int, context: int, steps: int) -> dict[str, float]:
+    """The median time of a plan's decoding steps that is not spent in its kernels."""
+    plan = read_plan(directory)
+    options = EngineOptions(threads=1)
+    device = open_device(directory, plan, options)
+    engine, wait = Engine(device, options), device.wait
+    kernels: list[float] = []
+
+    def noted(ticket: Ticket) -> StepResult:
+        result = wait(ticket)
+        kernels.append(result.seconds)
+        return result
+
+    device.wait = noted  # type: ignore[method-assign]
+    for request in make_requests(batch, context, steps):
+        engine.add(request)
+    times: list[float] = []
+    while len(times) < steps:
+        start = time.perf_counter()
+        events = engine.step()
+        seconds = time.perf_counter() - start
+        if sum(isinstance(event, Tokens) for event in events) == batch:
+            times.append(seconds - kernels[-1])
+    device.close()
+    return {"plan_ms": round(float(np.median(times)) * 1e3, 4), "kernels_ms": round(float(np.median(kernels)) * 1e3, 3)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--plan", type=Path, help="a CPU plan for at least so many sequences")
     options = parser.parse_args()
     for batch in options.batch:
-        print(json.dumps({"name": "engine_overhead", **measure(batch, options.context, options.steps)}), flush=True)
+        found = measure(batch, options.context, options.steps)
+        if options.plan:
+            found |= measure_plan(options.plan, batch, min(64, options.context), options.steps)
+        print(json.dumps({"name": "engine_overhead", **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,22 @@ Lanes = npt.NDArray[np.intp]
 Records = npt.NDArray[np.void]
 
 
+@dataclass
+class _Decoding:
+    """What stays from one decoding step to the next while its sequences do; arrays are shared, so never written to."""
+
+    lanes: list[int]
+    index: Lanes
+    rows: Records
+    """[S] of ROW; a step sets a copy's `history_length` and `index`."""
+    early: bool
+    """Whether a sequence has a least number of tokens."""
+    changes: int = -1
+    width: int = 0
+    pages: list[Int32] = field(default_factory=list)
+    """As they were after so many changes of the tables, up to that many pages a sequence."""
+
+
 class BatchBuilder:
     """Makes step inputs. Each lane's ROW record is kept, so that a step only gathers them and sets what moved."""
 
@@ -26,6 +43,8 @@ class BatchBuilder:
         self._records = np.zeros(lanes, ROW)
         self._min_tokens = np.zeros(lanes, np.int32)
         self._early_biases = np.zeros(lanes, np.int32)
+        self._counting = np.arange(lanes + 1, dtype=np.int32)
+        self._last: _Decoding | None = None
 
     def build(self, chunks: Seq[Chunk]) -> StepBatch:
         """The step that computes these chunks, in this order. Its arrays are new, so many steps may be in flight.
@@ -33,8 +52,11 @@ class BatchBuilder:
         A step has at least one row: if nothing is drawn or scored, one that asks for nothing. A token that the step
         before will draw is told by its row.
         """
+        ends = [chunk.start for chunk in chunks if chunk.count == 1 == chunk.samples]
+        if len(ends) == len(chunks):
+            return self._decode(chunks, np.array(ends, np.int32))
         kv, size = self._kv, np.int32(self._kv.page_tokens)
-        lanes = self._lanes(chunks)
+        lanes = np.array(self._lanes(chunks))
         starts = np.array([chunk.start for chunk in chunks], np.int32)
         counts = np.array([chunk.count for chunk in chunks], np.int32)
         context = starts + counts
@@ -62,6 +84,47 @@ class BatchBuilder:
             pages=[table[:, :width].take(lanes, axis=0) for table in kv.tables],
         )
 
+    def _decode(self, chunks: Seq[Chunk], positions: Int32) -> StepBatch:
+        """A step in which each chunk is the last token of its sequence; most of it is as in the step before."""
+        kv, size, count = self._kv, np.int32(self._kv.page_tokens), len(chunks)
+        lanes, last = self._lanes(chunks), self._last
+        page, offset = np.divmod(positions, size)
+        width = int(page.max()) + 1
+        if last is None or last.lanes != lanes:
+            index = np.array(lanes)
+            rows = self._records[index]
+            rows["token"] = self._counting[:count]
+            last = self._last = _Decoding(lanes, index, rows, bool(self._min_tokens[index].any()))
+        if (last.changes, last.width) != (kv.changes, width):
+            last.pages = [table[:, :width].take(last.index, axis=0) for table in kv.tables]
+            last.changes, last.width = kv.changes, width
+        tokens = []
+        for row, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            tokens.append(sequence.last if chunk.start < sequence.known else -1 - sequence.row)
+            sequence.row = row
+        context = positions + 1
+        rows = last.rows.copy()
+        rows["history_length"] = context
+        rows["index"] = outputs = context - rows["prompt_length"]
+        if last.early:
+            self._forbid_early_stops(rows, outputs, last.index)
+        return StepBatch(
+            tokens=np.array(tokens, np.int32),
+            positions=positions,
+            lengths=context,
+            seq_start=self._counting[: count + 1],
+            context=context,
+            rows=rows,
+            slots=[table[last.index, page] * size + offset for table in kv.tables],
+            pages=last.pages,
+        )
+
+    def _forbid_early_stops(self, rows: Records, outputs: Int32, lanes: Lanes) -> None:
+        early = outputs < self._min_tokens[lanes]
+        if early.any():
+            rows["bias_count"][early] = self._early_biases[lanes[early]]
+
     @staticmethod
     def _refer(chunks: Seq[Chunk], tokens: Int32, seq_start: Int32) -> None:
         """Put -1 - row where a chunk's last token is one that the step before will draw; note the rows of this step."""
@@ -74,17 +137,18 @@ class BatchBuilder:
             if chunk.samples:
                 sequence.row = row - 1
 
-    def _lanes(self, chunks: Seq[Chunk]) -> Lanes:
+    def _lanes(self, chunks: Seq[Chunk]) -> list[int]:
         """The chunks' lanes, with the records of their sequences in place."""
         lanes = [chunk.table.lane for chunk in chunks]
         for lane, chunk in zip(lanes, chunks, strict=True):
             if self._owners[lane] is not chunk.sequence:
                 sampling = chunk.sequence.sampling
                 self._owners[lane] = chunk.sequence
+                self._last = None
                 self._records[lane] = sampling.row[0]
                 self._min_tokens[lane] = sampling.min_tokens
                 self._early_biases[lane] = len(sampling.bias_tokens)
-        return np.array(lanes)
+        return lanes
 
     def _rows(self, chunks: Seq[Chunk], lanes: Lanes, seq_start: Int32, context: Int32) -> Records:
         ends = seq_start[1:]
@@ -97,11 +161,8 @@ class BatchBuilder:
         rows = self._records[lanes]
         rows["token"] = ends - 1
         rows["history_length"] = context
-        index = context - rows["prompt_length"]
-        rows["index"] = index
-        early = index < self._min_tokens[lanes]
-        if early.any():
-            rows["bias_count"][early] = self._early_biases[lanes[early]]
+        rows["index"] = outputs = context - rows["prompt_length"]
+        self._forbid_early_stops(rows, outputs, lanes)
         scores = [
             self._scores(chunk, first) for first, chunk in zip(seq_start.tolist(), chunks, strict=False) if chunk.scores
         ]

@@ -224,6 +224,7 @@ class Engine:
             arrival=command.arrival or self._clock(),
             length=len(prompt),
             known=len(prompt),
+            last=prompt[-1],
             horizon=self._horizon(len(prompt), most),
             rope_length=len(prompt),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
@@ -467,7 +468,7 @@ class Engine:
                 prompt += min(chunk.count, sequence.prompt_length - chunk.start)
             if sequence.table is not chunk.table:
                 continue  # it ended while the step was in flight
-            drawn = tokens[row - chunk.samples : row]
+            drawn = [tokens[first]] if chunk.samples == 1 and not chunk.scores else tokens[row - chunk.samples : row]
             computed = chunk.start + chunk.count
             if chunk.samples > 1:
                 drawn = self._accept(sequence, drawn)
@@ -515,11 +516,10 @@ class Engine:
             del drawn[ends:]
             if logprobs is not None:
                 del logprobs[ends:]
-        token = drawn[-1]
-        for each in drawn:
-            sequence.tokens[length] = each
+        for token in drawn:
+            sequence.tokens[length] = token
             length += 1
-        sequence.known = length
+        sequence.known, sequence.last = length, token
         self._generation_tokens += len(drawn)
         prompt_logprobs: list[TokenLogprob | None] | None = None
         metrics = None
@@ -532,12 +532,12 @@ class Engine:
         events.append(Tokens(sequence.request, drawn, logprobs, prompt_logprobs, metrics))
         if token in sampling.stops:
             self._finish(sequence, "stop", events, token)
-        elif length == len(sequence.tokens):
-            self._finish(sequence, "length", events)
-        elif self._rope_switch == length:
-            self._rebase(sequence)
-        if sequence.request not in self._sequences:
             return
+        if length >= sequence.horizon:
+            if length == len(sequence.tokens):
+                self._finish(sequence, "length", events)
+                return
+            self._rebase(sequence)
         if sequence.mask is not None:
             sequence.mask.push(token)
         if sequence.drafter is not None:

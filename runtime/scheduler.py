@@ -90,7 +90,7 @@ class Scheduler:
             return []
         for chunk in chunks:
             sequence = chunk.sequence
-            drafts = max(0, chunk.samples - 1)
+            drafts = chunk.samples - 1 if chunk.samples > 1 else 0
             sequence.computed = chunk.start + chunk.count - drafts
             sequence.length += chunk.samples - drafts
             sequence.drafts = 0
@@ -100,14 +100,16 @@ class Scheduler:
         self._ahead = ahead
         self._yield_to_priority()
         active = [sequence for sequence in self.running if sequence.ready]
-        drafts = sum(sequence.drafts for sequence in active)
-        decoding = sum(sequence.length - sequence.computed == 1 for sequence in active)
-        budget = self.limits.tokens - decoding - drafts
-        rows = self.limits.rows - len(self.running) - drafts
+        decoding = [1 + sequence.drafts for sequence in active if sequence.length - sequence.computed == 1]
+        budget = self.limits.tokens - sum(decoding)
+        rows = self.limits.rows - len(self.running) - (sum(decoding) - len(decoding))
         preemptions = self.preemptions
         chunks: list[Chunk] = []
         for sequence in active:
-            remaining = sequence.length - sequence.computed
+            remaining, table = sequence.length - sequence.computed, sequence.table
+            if remaining == 1 and table is not None and table.room > sequence.computed and not sequence.drafts:
+                chunks.append(Chunk(sequence, table, sequence.computed, 1, 1))  # as `_advance` would, for less
+                continue
             wanted = 1 + sequence.drafts if remaining == 1 else min(remaining, budget)
             chunk = self._advance(sequence, wanted, rows + 1 + sequence.drafts) if wanted else None
             if chunk is None:

@@ -51,6 +51,8 @@ class Sequence:
     computed: int = 0
     table: PageTable | None = None
     """The pages held, while running."""
+    last: int = 0
+    """The last known token."""
     row: int = 0
     """Of the step in flight that draws its last token."""
     scored: int = 0
@@ -65,7 +67,8 @@ class Sequence:
     @property
     def ready(self) -> bool:
         """Whether a step may advance it now: a grammar allows tokens only by what all those before are."""
-        return self.length < self.horizon and (self.mask is None or self.known == self.length)
+        length = self.length
+        return length < self.horizon and (self.mask is None or self.known == length)
 
     @property
     def settled(self) -> int:

@@ -68,6 +68,8 @@ class KVManager:
         self.events = EventRecorder(self.windows, self.page_tokens, medium) if medium else None
         self._page_counts = tuple(pages)
         width = self._pages(max_context)
+        self.changes = 0
+        """Grows whenever the tables change."""
         self.tables: list[Int32] = [np.zeros((lanes, width), np.int32) for _ in resources]
         self.reset()
 
@@ -83,6 +85,7 @@ class KVManager:
         self._live: dict[int, PageTable] = {}
         self._copies: list[tuple[int, int, int]] = []
         self.releases = 0
+        self.changes += 1
         for table in self.tables:
             table.fill(TRASH)
 
@@ -149,6 +152,7 @@ class KVManager:
             if prefix.tokens > whole * self.page_tokens:
                 table.pages[group].append(self._copy(group, self._page_of(pool, prefix.keys[whole])))
             self.tables[group][lane, : len(table.pages[group])] = table.pages[group]
+        self.changes += 1
         table.settled = whole
         table.room = self._pages(prefix.tokens) * self.page_tokens
         return table
@@ -179,6 +183,7 @@ class KVManager:
             table.pages[group] += taken
             self.tables[group][table.lane, held : held + more] = taken
         table.room += more * self.page_tokens
+        self.changes += 1
         return min(tokens, table.room)
 
     def settle(
@@ -215,6 +220,7 @@ class KVManager:
         self.tables[group][table.lane, start:first] = TRASH
         table.first[group] = first
         self.releases += 1
+        self.changes += 1
 
     def release(self, table: PageTable, *, forget: Sequence[bytes] = ()) -> None:
         """Take back a sequence's lane and pages; content with the keys in `forget` can't be found again *(state)*."""
@@ -227,6 +233,7 @@ class KVManager:
             self.tables[group][table.lane, : len(table.pages[group])] = TRASH
         del self._live[table.lane]
         self.releases += 1
+        self.changes += 1
 
     def forget_unused(self) -> None:
         """Forget every cached prefix that no sequence uses *(state)*."""
