@@ -17,6 +17,7 @@ from .output import Detokenizer
 from .parsers.answer import Formats
 from .plan import Plan
 from .request import Add, SamplingParams
+from .seams import pieces, seamed
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -95,7 +96,11 @@ class Prompts:
             return self._checked(list(prompt))
         if self.tokenizer is None:
             raise UserError("this plan has no tokenizer, so a prompt must be a list of token ids, not text")
-        return self.tokenizer.encode(prompt, add_special_tokens)
+        first, *others = pieces(prompt)
+        ids = self.tokenizer.encode(first, add_special_tokens)
+        for piece in others:
+            ids += self.tokenizer.encode(piece, False)
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of a prompt."""
@@ -114,13 +119,15 @@ class Prompts:
         **kwargs: Any,
     ) -> str:
         """The text of a conversation; with `continue_final_message` it ends inside the last message. `template` stands
-        in for the plan's own."""
+        in for the plan's own. Only what encodes it (`encode`) may read it: see `seams`."""
         chosen = self.template if template is None else self._other(template)
         if chosen is None:
             what = "no tokenizer" if self.tokenizer is None else "no chat template"
             raise UserError(f"this plan has {what}, so it can't chat: send a plain prompt instead")
         if not messages:
             raise UserError("messages must hold at least one message")
+        special = getattr(self.tokenizer, "special_texts", ())
+        messages = [seamed(message, special) for message in messages]
         if not continue_final_message:
             return chosen.render(messages, tools, add_generation_prompt, **kwargs)
         if add_generation_prompt:

@@ -38,7 +38,10 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
         self._backend = backend
         self._limit = vocab_size if backend.get_vocab_size(with_added_tokens=True) > vocab_size else None
-        self.special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self.special = {id_ for id_, token in added.items() if token.special}
+        self.special_texts = tuple(sorted({added[id_].content for id_ in self.special} - {""}, key=len, reverse=True))
+        """What special tokens are written as, the longest first."""
         self._byte_level = _is_byte_level(backend)
         self._bytes: dict[int, bytes] = {}
 

@@ -24,6 +24,7 @@ from .errors import ApiError, as_api_error, error_response
 from .generate import Answer, chat_completions, completions
 from .messages import count_tokens, messages
 from .openai import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse, parse_json, render_messages
+from .openapi import openapi
 from .page import page as show_page
 from .render import DONE, event, json_response
 from .service import Service
@@ -69,6 +70,7 @@ def create_app(service: Service, *, max_body_bytes: int = MAX_BODY_BYTES, page: 
         get("/health", health),
         get("/metrics", metrics_text),
         get("/version", version),
+        get("/openapi.json", openapi),
         get("/ready", manage.ready),
         get("/load", manage.load),
         get("/server_info", manage.server_info),

@@ -169,7 +169,7 @@ def test_routes() -> None:
         for path in re.findall(r'(?:post|get|action)\("(/[^"]+)"', code)
     }
     table = page("server").partition("## Routes")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`(?:GET|POST) (/[\w/]+)`", table)) == routes
+    assert set(re.findall(r"`(?:GET|POST) (/[\w/.]+)`", table)) == routes
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
