@@ -12,7 +12,7 @@ from toolkit.runtime import profiler
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.request import Profile
 
-PROMPTS = shared_prompts(6, vocabulary=90, trunk=40, begin=(0, 40), end=(1, 20))
+PROMPTS = shared_prompts(6, vocabulary=64, trunk=30, begin=(0, 30), end=(1, 15))
 
 
 def stop(engine: Engine) -> list[dict[str, Any]]:
@@ -32,6 +32,7 @@ def wrapped(engine: Engine) -> list[str]:
 def test_outputs_are_the_same_and_the_engine_is_as_before(steps: int) -> None:
     requests = make_requests(PROMPTS)
     expected = {name: output.result for name, output in run(make_engine(), requests).items()}
+    assert all(tokens for tokens, *_ in expected.values())
     engine = make_engine()
     assert not engine.profile(Profile(1, steps)).error
     assert wrapped(engine)
