@@ -24,7 +24,7 @@ from toolkit.runtime.options import EngineOptions, SpeculativeConfig
 from toolkit.runtime.request import Add, SamplingParams
 
 METHODS = {
-    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=2),
+    "ngram": SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_max=4, prompt_lookup_min=1),
     "suffix": SpeculativeConfig(method="suffix"),
 }
 

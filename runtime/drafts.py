@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .options import SpeculativeConfig
+from .options import EngineOptions, SpeculativeConfig
+from .plan import Plan
 
 CANDIDATES = 8
 """Most places that are looked at, so that a lookup takes a bounded time."""
@@ -20,6 +21,8 @@ TEXT_TOKENS = 1 << 17
 """Tokens of other requests' outputs after which a new collection of them is begun."""
 EXTEND_TOKENS = 4096
 """Most tokens that are indexed at a time: a long prompt must not hold up the step."""
+TOKEN_BYTES = 150
+"""Bytes that a token takes in an index."""
 _BOUNDARY = -1
 """Lies between outputs, so that no match crosses."""
 _MEMORY = 0.9
@@ -174,3 +177,12 @@ def _majority(places: list[tuple[NgramIndex, int]], most: int, least_chance: flo
             break
         guess.append(token)
     return guess
+
+
+def index_bytes(plan: Plan, options: EngineOptions) -> int:
+    """The most that the indices of an engine take."""
+    config = options.speculative_config
+    if config is None:
+        return 0
+    tokens = (options.max_num_seqs or plan.max_batch) * plan.model.max_context
+    return TOKEN_BYTES * (tokens + 2 * TEXT_TOKENS * (config.method == "suffix"))

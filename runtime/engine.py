@@ -196,8 +196,6 @@ class Engine:
             self._pending.append(Error(command.request, str(error), user_fault=True))
             return
         self._sequences[command.request] = sequence
-        if self._speculator is not None:
-            self._speculator.start(sequence)
         self.scheduler.add(sequence)
 
     def _sequence(self, command: Add) -> Sequence:
@@ -399,7 +397,10 @@ class Engine:
     def _submit(self, chunks: list[Chunk]) -> _Flight:
         device = self.device
         for chunk in chunks:
-            chunk.sequence.started = chunk.sequence.started or self._turn
+            if not chunk.sequence.started:
+                chunk.sequence.started = self._turn
+                if self._speculator is not None:
+                    self._speculator.start(chunk.sequence)
             if chunk.samples and chunk.sequence.mask is not None:
                 chunk.sequence.mask.wait()
         batch = self._batches.build(chunks)

@@ -90,12 +90,12 @@ class Speculator:
         """Requests without speculation: those with a grammar, whose mask is of one place only."""
 
     def start(self, sequence: Sequence) -> None:
-        """Begin to guess for a sequence, if that can be done."""
+        """Begin to guess for a sequence that starts to run, if that can be done."""
         if sequence.mask is not None:
             self.left_out += 1
             return
         sequence.drafter = Drafter(self._config, self._shared)
-        sequence.drafter.take(sequence.tokens[: sequence.prompt_length].tolist())
+        sequence.drafter.take(sequence.tokens[: sequence.known].tolist())
 
     def finish(self, sequence: Sequence) -> None:
         """Remember what a sequence said."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..debug import debug, debug_phase
+from ..drafts import index_bytes
 from ..env import read_env
 from ..errors import InternalError, UserError
 from ..load import verify_file
@@ -258,7 +259,7 @@ def choose_library(libraries: Sequence[Library], flags: frozenset[str], wanted: 
 def _budget(plan: Plan, options: EngineOptions, interpreter: int) -> tuple[int, int]:
     """Bytes that may be used, and those of them that the process itself has or will have."""
     grammars = plan.model.vocab_size * _GRAMMAR_BYTES if plan.text is not None else 0
-    own = _GROWTH + grammars if options.whole_process else 0
+    own = _GROWTH + grammars + index_bytes(plan, options) if options.whole_process else 0
     if options.memory <= 1:
         return int(options.memory * available_memory()), own
     return int(options.memory), own + (interpreter if options.whole_process else 0)

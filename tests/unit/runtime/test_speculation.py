@@ -38,12 +38,12 @@ class Oracle:
     def __init__(self, answer: list[int], wrong: float, rng: np.random.Generator) -> None:
         guesses = np.array(answer, np.int64)
         self._answer = np.where(rng.random(len(guesses)) < wrong, rng.integers(3, 60, len(guesses)), guesses).tolist()
-        self._said = -1
+        self._said = 0
         self.guess: list[int] = []
         self.chance = 1 - wrong
 
     def take(self, tokens: list[int]) -> int:
-        self._said = 0 if self._said < 0 else self._said + len(tokens)
+        self._said += len(tokens)
         self.guess = self._answer[self._said : self._said + 4]
         return 0
 
@@ -55,7 +55,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> dict[str, Oracle]:
 
     def start(self: Speculator, sequence: Any) -> None:
         sequence.drafter = prepared[sequence.request]
-        sequence.drafter.take([])
+        sequence.drafter.take(sequence.tokens[sequence.prompt_length : sequence.known].tolist())
 
     monkeypatch.setattr(Speculator, "start", start)
     return prepared
@@ -81,7 +81,7 @@ def test_outputs_are_those_of_plain_decoding(
 
         def start(self: Speculator, sequence: Any) -> None:
             sequence.drafter = Oracle(expected[sequence.request].tokens, wrong, rng)
-            sequence.drafter.take([])
+            sequence.drafter.take(sequence.tokens[sequence.prompt_length : sequence.known].tolist())
 
         patch.setattr(Speculator, "start", start)
         engine = make_engine(**config | {"options": config["options"] | {"speculative_config": ALWAYS}})
