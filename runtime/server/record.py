@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +18,10 @@ REQUEST_ID = "x-request-id"
 CLIENT_GONE = 499
 """The status of requests whose client left before there was one, as nginx has it."""
 _MAX_ID = 128
+
+
+Observer = Callable[["Record"], None]
+"""Is told of each request when it has ended."""
 
 
 @dataclass
@@ -33,10 +37,26 @@ class Record:
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     status: int = CLIENT_GONE
+    observers: Sequence[Observer] = ()
     answer: str = ""
     """The id in the answer's body."""
     choices: list[RequestTimer] = field(default_factory=list)
     """What was generated for it."""
+
+    def end(self) -> None:
+        """The HTTP request has ended. What is still generated for it in the background is told when that has."""
+        self.choices = [choice for choice in self.choices if choice.seconds]
+        self._tell()
+
+    def end_choice(self, choice: RequestTimer) -> None:
+        """A choice has ended."""
+        if self.ended:
+            replace(self, choices=[choice])._tell()
+
+    def _tell(self) -> None:
+        self.ended = time.monotonic()
+        for observer in self.observers:
+            observer(self)
 
     @property
     def prompt_tokens(self) -> int:
@@ -51,9 +71,6 @@ class Record:
     def finish_reasons(self) -> list[str]:
         return [choice.reason for choice in self.choices if choice.reason is not None]
 
-
-Observer = Callable[[Record], None]
-"""Is told of each request when it has ended."""
 
 current_record: ContextVar[Record | None] = ContextVar("record", default=None)
 """The request that the running code works for."""
@@ -71,7 +88,7 @@ class Recorded:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         identity = given if given and len(given) <= _MAX_ID else uuid.uuid4().hex
-        record = Record(identity, scope["method"], route_path(scope), headers)
+        record = Record(identity, scope["method"], route_path(scope), headers, observers=self._observers)
 
         async def labeled(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -84,6 +101,4 @@ class Recorded:
             await self._app(scope, receive, labeled)
         finally:
             current_record.reset(token)
-            record.ended = time.monotonic()
-            for observer in self._observers:
-                observer(record)
+            record.end()

@@ -140,6 +140,8 @@ class Service:
             raise
         finally:
             timer.end()
+            if record is not None:
+                record.end_choice(timer)
 
 
 class Ticket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -89,6 +90,25 @@ def test_a_request_is_one_line_with_its_figures_and_no_text(log: Log) -> None:
     assert (several["prompt_tokens"], several["output_tokens"]) == (8, 15)
     assert "secret" not in text
     assert REPLY[:5] not in text
+
+
+def test_what_is_generated_in_the_background_is_told_when_it_has_ended(log: Log) -> None:
+    configure_logs("json", "info")
+
+    async def test(server: Server) -> None:
+        async with client(server) as http:
+            body = {"input": "hi", "background": True, "max_output_tokens": 5}
+            answer = (await http.post("/v1/responses", json=body, headers={"x-request-id": "mine"})).json()
+            while answer["status"] in ("queued", "in_progress"):
+                await asyncio.sleep(0.01)
+                answer = (await http.get(f"/v1/responses/{answer['id']}")).json()
+
+    serve(test)
+    posts = [line for line in log.lines() if line["route"] == "POST /v1/responses"]
+    first, last = posts
+    assert first["request_id"] == last["request_id"] == "mine"
+    assert "output_tokens" not in first
+    assert (last["output_tokens"], last["finish_reason"]) == (5, "length")
 
 
 def test_refused_and_failed_requests(log: Log) -> None:
