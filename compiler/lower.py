@@ -15,12 +15,13 @@ from ..kernels_templates.catalog import POINTWISE_INPUTS, ParamValue
 from ..kernels_templates.cuda.attention import BLOCKS, can_decode_and_write, decode_scratch
 from ..kernels_templates.cuda.basic import norm_threads
 from ..kernels_templates.cuda.choose import choose_linear, other_linear
+from ..kernels_templates.cuda.linear import gives_norms
 from ..kernels_templates.cuda.sample import sample_parts, sample_scratch
 from ..kernels_templates.packing import PANEL
 from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
 from .ir import Graph, Op, Value
-from .lowered import Argument, Lowered, place_barriers
+from .lowered import Argument, Lowered, View, place_barriers
 from .lowering import Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
 from .op_spec import bool_attr, broadcast, float_attr, int_attr, str_attr
 from .ops import OPS
@@ -185,16 +186,86 @@ def _linear(low: Lowering, op: Op) -> None:
         if index < len(extras):
             params[name] = "t" if extras[index].type.shape == op.output.type.shape else "n"
             args[name] = low.pointer(extras[index])
-    wanted, outputs = low.output_as_wanted(op.output)
-    params |= wanted
+    if family == "linear_skinny":
+        norm = _norm_behind(low, op, own)
+        params |= {"norm_in": False, "norm_out": norm is not None}
+        if isinstance(place := low.place(x), Rows) and place.buffer in low.unscaled:
+            params["norm_in"] = True
+            args["squares"], args["eps"] = low.unscaled[place.buffer][0], ConstArg(low.unscaled[place.buffer][1])
+        if norm is not None:
+            args |= _norm_args(low, op, norm)
+            others = [each for each in others if gives_norms(columns, low.real, each[1])]
+    if "out" not in args:
+        wanted, outputs = low.output_as_wanted(op.output)
+        params |= wanted
+        args |= outputs
     low.call(
         family,
         own | params,
-        args | outputs,
+        args,
         op,
         flops=2 * count(rows) * columns * inner,
         others=[(other, its_own | params) for other, its_own in others],
     )
+
+
+def _norm_behind(low: Lowering, op: Op, params: Mapping[str, ParamValue]) -> Op | None:
+    """The add_norm that a `linear_skinny` with these sizes computes with its result, if all who read the norm scale it."""
+    users = low.uses.get(op.output.name, [])
+    if len(users) != 1 or users[0].kind != "add_norm" or bool_attr(op.attrs, "gated") or low.is_output(op.output):
+        return None
+    norm = users[0]
+    weight, residual = norm.inputs[2:3], [value for value in norm.inputs[:2] if value != op.output]
+    if (
+        str_attr(norm.attrs, "kind") == "rms"
+        and bool_attr(norm.attrs, "has_weight")
+        and not bool_attr(norm.attrs, "has_bias")
+        and len(weight[0].type.shape) == 1
+        and len(residual) == 1
+        and low.is_placed(residual[0])
+        and op.output.type.shape == norm.outputs[1].type.shape
+        and gives_norms(static(op.output.type.shape[-1]), low.real, params)
+        and _all_scale(low, norm.outputs[1])
+    ):
+        return norm
+    return None
+
+
+def _all_scale(low: Lowering, value: Value) -> bool:
+    """Whether all who read a norm are linear layers that can scale it."""
+    if low.is_output(value):
+        return False
+    for user in low.uses.get(value.name, []):
+        if user.kind == "take_rows" and low.limits.decode:
+            if not _all_scale(low, user.output):
+                return False
+        elif user.kind == "linear" and value not in user.inputs[1:]:
+            columns, inner = (static(size) for size in user.inputs[1].type.shape)
+            encoding, gated = low.encoding(user.inputs[1]).name, bool_attr(user.attrs, "gated")
+            rows = product(value.type.shape[:-1])
+            if _linear_kernels(low, rows, columns, inner, encoding, gated=gated)[0][0] != "linear_skinny":
+                return False
+        else:
+            return False
+    return True
+
+
+def _norm_args(low: Lowering, op: Op, norm: Op) -> dict[str, Argument]:
+    """Arguments of a linear layer that also computes the norm behind it, whose results are placed."""
+    residual = next(value for value in norm.inputs[:2] if value != op.output)
+    rows, width = rows_and_width(norm.outputs[1])
+    args: dict[str, Argument] = {
+        "residual": low.pointer(residual),
+        "norm_weight": low.pointer(norm.inputs[2]),
+        "sum_out": low.output(norm.outputs[0]),
+        "out": low.output(norm.outputs[1]),
+        "squares_out": low.new_buffer(f"{norm.outputs[1].name}:squares", rows, width // 16 * 4),
+        "offset": ConstArg(float_attr(norm.attrs, "offset")),
+    }
+    squares = args["squares_out"]
+    assert isinstance(squares, View)
+    low.unscaled[norm.outputs[1].name] = squares, float_attr(norm.attrs, "eps")
+    return args
 
 
 def _linear_kernels(
@@ -219,6 +290,8 @@ def _norm(low: Lowering, op: Op) -> None:
 
 
 def _add_norm(low: Lowering, op: Op) -> None:
+    if op.outputs[1].name in low.unscaled:  # the linear layer before it has computed it
+        return
     _emit_norm(low, op, op.inputs[0], op.inputs[1], op.inputs[2:])
 
 

@@ -76,6 +76,9 @@ class Lowering:
         self.uses = graph.uses()
         self.delayed: dict[str, tuple[dict[str, ParamValue], dict[str, Argument]]] = {}
         """Parameters and arguments of ops that the kernel of the op behind them computes too, by result."""
+        self.unscaled: dict[str, tuple[View, float]] = {}
+        """Buffers of rows that readers scale themselves, as an RMS norm would: the sums of squares of parts of each row
+        (`linear_skinny`), and what the norm adds to their mean."""
         self._outputs = {value.name for value in graph.outputs}
         self._quantized: dict[tuple[Rows, int], View] = {}
         self._copies: dict[Rows, Rows] = {}
@@ -91,6 +94,10 @@ class Lowering:
 
     def place(self, value: Value) -> Place:
         return self._places[value.name]
+
+    def is_placed(self, value: Value) -> bool:
+        """Whether it has been computed, or is an input."""
+        return value.name in self._places
 
     def put(self, value: Value, place: Place) -> None:
         """Say where a value is: a view of another's bytes, or the next version of a cache."""
@@ -166,6 +173,10 @@ class Lowering:
         """A new buffer for a result, as rows of its last axis."""
         self.put(value, self.new_rows(value.name, *rows_and_width(value)))
         return View(value.name)
+
+    def is_output(self, value: Value) -> bool:
+        """Whether the graph's caller reads it."""
+        return value.name in self._outputs
 
     # --- quantized activations ----------------------------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ LAYERS = (
 def kernel_of(layer: Layer, family: str, sizes: Mapping[str, ParamValue]) -> KernelSpec:
     """The layer's kernel; a gated one has an activation."""
     own: dict[str, ParamValue] = {"gated": True, "epilogue": "(mul (silu in0) in1)"} if layer.gated else {}
+    own |= {"norm_in": False, "norm_out": False} if family == "linear_skinny" else {}
     return KernelSpec(family, {**COMMON, **own, **sizes})
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Tiles, Variant
+from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Tiles, Variant, float_arg
 from ..packing import PANEL, panel_encoding, panel_encodings
-from .basic import REALS
+from .basic import REALS, out_arg, weight_arg
 
 _EXTRA = ("", "t", "n")
 _TENSOR: Mapping[str, tuple[ParamValue, ...]] = {
@@ -76,15 +76,38 @@ def _wgmma_tiles(params: Mapping[str, ParamValue]) -> Mapping[str, Tiles]:
     return {"x": Tiles("rows", "K", int(params["tile_rows"])), "weight": Tiles("N", "K", columns)}
 
 
+_NORM_ARGS = (
+    *(ArgSpec("squares", "const float *", "in", when="norm_in"), float_arg("eps", "norm_in")),
+    *(ArgSpec("residual", "const real *", "in", when="norm_out"), weight_arg("norm_weight", "norm_out")),
+    *(out_arg("sum_out", "norm_out"), ArgSpec("squares_out", "float *", "out", when="norm_out")),
+    float_arg("offset", "norm_out"),
+)
+_NORM_DOC = """
+
+With `norm_out`, it also computes most of the `add_norm` behind it: sum_out = result + residual, out = sum_out *
+(norm_weight + offset), and squares_out[rows, N / 16], the sums of squares of 16 columns of sum_out each; with `norm_in`,
+x and squares come from such a layer, and products are scaled by row as that norm would have scaled x. `norm_out` needs a
+multiple of 16 columns, in all, in a tile, and in a block's part of one."""
+
+def gives_norms(columns: int, real: str, params: Mapping[str, ParamValue]) -> bool:
+    """Whether a `linear_skinny` of so many columns and this tile takes `norm_out`. Sums times weights may be too large
+    for float16."""
+    part = int(params["tile_columns"]) // int(params["split"])
+    return real == "bfloat16" and columns % 16 == 0 and part % 16 == 0
+
+
 _WGMMA = Variant("cuda/linear_wgmma.cu.j2", _wgmma, _wgmma_tiles)
 
 SKINNY = Family(
     name="linear_skinny",
     template="cuda/linear_skinny.cu.j2",
-    params={"tile_rows": (8, 16, 32), "stages": tuple(range(4, 33, 2)), "depth": (64, 128, 256), **_TENSOR, **_COMMON},
-    args=_ARGS,
-    ops=("linear",),
-    doc=_DOC + " At most `tile_rows` rows; K is a multiple of 8; the weight has the type `real`.",
+    params={
+        **{"tile_rows": (8, 16, 32), "stages": tuple(range(4, 33, 2)), "depth": (64, 128, 256)},
+        **{"norm_in": BOOLS, "norm_out": BOOLS, **_TENSOR, **_COMMON},
+    },
+    args=(*_ARGS, *_NORM_ARGS),
+    ops=("linear", "add_norm"),
+    doc=_DOC + " At most `tile_rows` rows; K is a multiple of 8; the weight has the type `real`." + _NORM_DOC,
     layouts=("rows",),
     grid=_skinny,
     hopper=_WGMMA,

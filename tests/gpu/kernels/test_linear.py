@@ -69,7 +69,51 @@ def tile(rows: int, sizes: Tile) -> dict[str, ParamValue]:
 @pytest.mark.parametrize("shape", [(64, 256), (100, 8), (512, 2048), (322, 264)])
 def test_skinny(real: str, gated: bool, rows: int, tile_rows: int, shape: tuple[int, int]) -> None:
     for sizes in ((64, 1, 6, 64), (128, 4, 4, 64), (16, 1, 8, 256), (224, 2, 4, 64)):
-        case("linear_skinny", real, (rows, *shape), gated, **tile(tile_rows, sizes))
+        case("linear_skinny", real, (rows, *shape), gated, **tile(tile_rows, sizes), norm_in=False, norm_out=False)
+
+
+PLAIN: dict[str, ParamValue] = {
+    **{"real": "bfloat16", "has_bias": False, "epilogue": "", "gated": False},
+    **dict.fromkeys(("extra1", "extra2", "extra3", "extra4"), ""),
+}
+
+
+@pytest.mark.parametrize("sizes", [(64, 1, 6, 64), (64, 4, 4, 64), (32, 2, 8, 128), (112, 1, 4, 64)])
+@pytest.mark.parametrize(("rows", "tile_rows"), [(1, 8), (3, 8), (16, 16), (29, 32)])
+@pytest.mark.parametrize(("width", "inner"), [(144, 64), (2048, 328)])
+def test_norm_between_layers(sizes: Tile, rows: int, tile_rows: int, width: int, inner: int) -> None:
+    """A layer that adds a residual and leaves the norm to the next one, and that, against both with a norm between."""
+    params = PLAIN | tile(tile_rows, sizes)
+    x, weight = random(1, rows, inner, real="bfloat16"), random(2, width, inner, real="bfloat16", scale=inner**-0.5)
+    residual, norm_weight = random(3, rows, width, real="bfloat16", scale=3.0), random(4, width)
+    empty = np.empty_like(residual)
+    arrays: dict[str, Any] = {"residual": residual, "norm_weight": norm_weight, "offset": 0.5, "sum_out": empty}
+    squares = np.empty((rows, width // 16), np.float32)
+    first = run(
+        "linear_skinny",
+        {**params, "norm_in": False, "norm_out": True},
+        **{"x": x, "weight": weight.view(np.uint8), "rows": rows, "N": width, "K": inner},
+        **arrays,
+        out=empty.copy(),
+        squares_out=squares,
+    )
+    product = store(value(x, "bfloat16") @ value(weight, "bfloat16").T, "bfloat16")
+    total = value(product, "bfloat16") + value(residual, "bfloat16")
+    found = value(first["sum_out"], "bfloat16")
+    close(found, total, "bfloat16", 4.0)
+    np.testing.assert_allclose(first["squares_out"], (found**2).reshape(rows, -1, 16).sum(2), rtol=1e-5)
+    close(value(first["out"], "bfloat16"), found * (norm_weight + 0.5), "bfloat16")
+    columns = 100
+    behind = random(6, columns, width, real="bfloat16", scale=width**-0.5)
+    second = run(
+        "linear_skinny",
+        {**params, "norm_in": True, "norm_out": False},
+        **{"x": first["out"], "weight": behind.view(np.uint8), "rows": rows, "N": columns, "K": width},
+        **{"squares": first["squares_out"], "eps": 1e-2, "out": store(np.zeros((rows, columns)), "bfloat16")},
+    )["out"]
+    scale = 1 / np.sqrt((found**2).mean(axis=1, keepdims=True) + 1e-2)
+    normed = value(first["out"], "bfloat16") * scale
+    close(value(second, "bfloat16"), normed @ value(behind, "bfloat16").T, "bfloat16")
 
 
 @pytest.mark.parametrize("real", HALF)
