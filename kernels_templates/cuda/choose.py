@@ -32,7 +32,12 @@ def choose_linear(
     tile_rows = _tile_rows(rows)
     if rows <= 32:
         return "linear_skinny", {"real": real, **_ring(rows, inner, _few(columns, inner, tile_rows))}
-    return "linear_tiled", {"real": real, **_ring(rows, inner, (*_many(rows, columns, inner), 64, 220_000))}
+    size, split = _many(rows, columns, inner)
+    if 64 < rows <= 128 and 4 * split * _up(columns, size) < 3 * _MULTIPROCESSORS:  # tiles of 64 rows may be more even
+        half = 32 * _up(2 * columns, 32 * _MULTIPROCESSORS)
+        if 64 <= half <= 128:
+            return "linear_tiled", {"real": real, **_ring(64, inner, (half, 1, 64, 220_000))}
+    return "linear_tiled", {"real": real, **_ring(rows, inner, (size, split, 64, 220_000))}
 
 
 def other_linear(
