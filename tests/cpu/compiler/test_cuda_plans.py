@@ -126,7 +126,7 @@ def test_buckets_are_for_decoding_and_for_tokens(half_plan: Plan) -> None:
         assert bucket.max_sequences == min(size, 8)
         assert bucket.max_rows == min(size, 8 if bucket.decode else 256)
         attention = [half_plan.kernels[each.kernel].family for each in bucket.launches if "attention" in each.op]
-        assert set(attention) == {"attention_decode" if bucket.decode else "attention_prefill"}
+        assert set(attention) == {"attention_decode_write" if bucket.decode else "attention_prefill"}
     assert half_plan.caches[0].dtype == "bfloat16"
     assert (half_plan.caches[0].layout, half_plan.caches[0].page_tokens) == ("kv-rows", 64)
     assert {weight.layout for weight in half_plan.weights.values()} == {"rows"}

@@ -400,6 +400,30 @@ def test_cuda_attention_reads_sinks_and_biases_as_floats_and_vectors_as_activati
         assert all(call.barrier for call in program.lowered.calls)
 
 
+def test_linear_layers_of_few_rows_compute_the_norms_between_them() -> None:
+    graph = llama(BFLOAT16)
+    decode, *_, tokens = make_programs(graph, cuda_target(["sm90"]), BOUNDS, "bfloat16", dtype="bfloat16")
+    assert [call.kernel.family for call in tokens.lowered.calls].count("norm") == 2  # rows are taken from the last one
+    assert [call.kernel.family for call in decode.lowered.calls].count("norm") == 1
+    written: dict[str, View] = {}
+    for call in decode.lowered.calls:
+        specs = arguments(CUDA_FAMILIES[call.kernel.family], call.kernel)
+        args = {spec.name: arg for spec, arg in zip(specs, call.args, strict=True)}
+        if "squares" in args:
+            (x, squares) = args["x"], args["squares"]
+            assert isinstance(x, View)
+            assert squares == written.pop(x.buffer)
+        if "squares_out" in args:
+            out, squares = args["out"], args["squares_out"]
+            assert isinstance(out, View)
+            assert isinstance(squares, View)
+            assert args["norm_weight"] in (WeightArg("mid0"), WeightArg("end0"), WeightArg("mid1"), WeightArg("end1"))
+            written[out.buffer] = squares
+    assert not written
+    exact, *_ = make_programs(graph, cuda_target(["sm90"]), BOUNDS, "float32", dtype="float32")
+    assert [call.kernel.family for call in exact.lowered.calls].count("norm") == 5
+
+
 def test_alternatives_take_the_arguments_of_what_they_replace() -> None:
     graph = llama(BFLOAT16)
     target = cuda_target(["sm90"])
