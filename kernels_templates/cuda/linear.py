@@ -89,6 +89,7 @@ With `norm_out`, it also computes most of the `add_norm` behind it: sum_out = re
 x and squares come from such a layer, and products are scaled by row as that norm would have scaled x. `norm_out` needs a
 multiple of 16 columns, in all, in a tile, and in a block's part of one."""
 
+
 def gives_norms(columns: int, real: str, params: Mapping[str, ParamValue]) -> bool:
     """Whether a `linear_skinny` of so many columns and this tile takes `norm_out`. Sums times weights may be too large
     for float16."""

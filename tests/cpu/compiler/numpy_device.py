@@ -182,6 +182,9 @@ def _reduction(p: Params, a: Any, named: Mapping[str, Any]) -> None:
 
 def _linear(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     product = _matrix(a.x, a.rows, a.K).astype(np.float64) @ a.weight.reshape(a.N, a.K).T
+    if p.get("norm_in"):
+        squares = _matrix(a.squares, a.rows, a.K // 16).sum(axis=1, keepdims=True)
+        product = product / np.sqrt(squares / a.K + a.eps)
     if "bias" in named:
         product = product + a.bias
     parts = np.split(product, 2, axis=1) if p["gated"] else [product]
@@ -190,8 +193,13 @@ def _linear(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     for index in range(1, 5):
         if p[f"extra{index}"]:
             parts.append(_matrix(named[f"extra{index}"], *shapes[str(p[f"extra{index}"])]).astype(np.float64))
-    result = ex.evaluate(ex.parse(str(p["epilogue"])), parts) if p["epilogue"] else product
-    _put(a.out, np.asarray(result))
+    result = np.asarray(ex.evaluate(ex.parse(str(p["epilogue"])), parts) if p["epilogue"] else product)
+    if p.get("norm_out"):
+        total = result + _matrix(a.residual, a.rows, width)
+        _put(a.sum_out, total)
+        _put(a.squares_out, (total**2).reshape(a.rows, -1, 16).sum(axis=2))
+        result = total * (a.norm_weight.reshape(1, width) + a.offset)
+    _put(a.out, result)
 
 
 def _rotated(x: Array, cos: Array, sin: Array, style: ParamValue) -> Array:
@@ -262,6 +270,15 @@ def _attention(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     _put(a.out, attention(q, a.cache, a.pages, a.seq_start, a.context, scale=a.scale, **options))
 
 
+def _decode_and_write(p: Params, a: Any, named: Mapping[str, Any]) -> None:
+    tokens = int(a.seq_start[a.S])
+    q = np.empty(tokens * a.heads * int(p["key_dim"]), np.float32)
+    first = {**named, "qkv": a.q, "T": tokens, "out": q}
+    _rope_kv_write({**p, "head_dim": p["key_dim"]}, SimpleNamespace(**first), first)
+    second = {**named, "q": q}
+    _attention(p, SimpleNamespace(**second), second)
+
+
 def _copy(p: Params, a: Any, named: Mapping[str, Any]) -> None:
     shape = (a.rows, a.width)
     source = np.lib.stride_tricks.as_strided(a.x[a.x_offset :], shape, (4 * a.x_stride, 4))
@@ -299,12 +316,14 @@ KERNELS: Mapping[str, Callable[[Params, Any, Mapping[str, Any]], None]] = {
     "pointwise": _pointwise,
     "reduction": _reduction,
     "linear_exact": _linear,
+    "linear_skinny": _linear,
     "rope_table": _rope_table,
     "rope": _rope,
     "rope_kv_write": _rope_kv_write,
     "kv_write": _kv_write,
     "attention_prefill": _attention,
     "attention_decode": _attention,
+    "attention_decode_write": _decode_and_write,
     "copy": _copy,
     "reduce": _reduce,
     "softmax": _softmax,

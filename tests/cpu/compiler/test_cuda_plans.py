@@ -20,7 +20,7 @@ from toolkit.cli.missing import find_missing
 from toolkit.compiler.codegen.cuda import REGISTERS, SHARED_LIMITS
 from toolkit.compiler.lower import NoKernelError
 from toolkit.compiler.quantize import encode
-from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.cuda import runtime_kernels
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
@@ -63,6 +63,33 @@ def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_nvrtc")
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_compute_the_model(kind: str, tmp_path: Path) -> None:
+    compare(kind, tmp_path)
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_launches_of_half_precision_compute_the_model(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only 16-bit activations have: norms in linear layers, and rotation and cache writes in attention."""
+
+    def skinny(rows: int, **sizes: Any) -> tuple[str, dict[str, ParamValue]]:
+        tile = {"tile_rows": 8, "tile_columns": 64, "split": 1, "stages": 4, "depth": 64}
+        return "linear_skinny", {"real": "float32", **tile}
+
+    family = CUDA_FAMILIES["linear_skinny"]
+    monkeypatch.setitem(CUDA_FAMILIES, "linear_skinny", replace(family, params={**family.params, "real": ("float32",)}))
+    monkeypatch.setattr("toolkit.compiler.lower.choose_linear", skinny)
+    monkeypatch.setattr("toolkit.compiler.lower.gives_norms", lambda columns, real, params: columns % 16 == 0)
+    monkeypatch.setattr("toolkit.compiler.lower.can_decode_and_write", lambda *sizes: True)
+    plan = compare(kind, tmp_path)
+    decode = plan.buckets[0]
+    kernels = [plan.kernels[launch.kernel] for launch in decode.launches]
+    assert "attention_decode_write" in {kernel.family for kernel in kernels}
+    assert any(kernel.params.get("norm_in") for kernel in kernels) == (kind != "gemma3_text")
+
+
+def compare(kind: str, tmp_path: Path) -> Plan:
     """Prompts in one step, a chunk at a time, and tokens one by one: every bucket gives what Hugging Face does."""
     model = make_model(tmp_path / "model", kind)
     plan = compile_model(
@@ -77,6 +104,7 @@ def test_launches_compute_the_model(kind: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(found, wanted[name][1][seen[name] : seen[name] + len(tokens)], atol=2e-4)
             seen[name] += len(tokens)
     assert runner.numpy.used == ["tokens[64]", "tokens[64]", "decode[4]", "decode[1]", "tokens[64]"]
+    return runner.plan
 
 
 @pytest.mark.usefixtures("without_nvrtc")
@@ -126,7 +154,7 @@ def test_buckets_are_for_decoding_and_for_tokens(half_plan: Plan) -> None:
         assert bucket.max_sequences == min(size, 8)
         assert bucket.max_rows == min(size, 8 if bucket.decode else 256)
         attention = [half_plan.kernels[each.kernel].family for each in bucket.launches if "attention" in each.op]
-        assert set(attention) == {"attention_decode_write" if bucket.decode else "attention_prefill"}
+        assert set(attention) == {"attention_decode" if bucket.decode else "attention_prefill"}
     assert half_plan.caches[0].dtype == "bfloat16"
     assert (half_plan.caches[0].layout, half_plan.caches[0].page_tokens) == ("kv-rows", 64)
     assert {weight.layout for weight in half_plan.weights.values()} == {"rows"}
@@ -195,7 +223,7 @@ def test_a_plan_holds_every_kernel_for_every_architecture(
     assert main.run(["inspect", str(path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "needs an sm80 or sm90 GPU" in text
-    assert "sm90: 512 threads" in text
+    assert "sm90: 128 threads" in text
     assert f"kernels/sm90.bin: sm90, {plan.modules[1].bytes / 1024:.0f} KiB" in text
     assert "kernels/sm80-ptx.bin: sm80 and newer, as PTX" in text
     again, _ = compiled(tmp_path, "again", quant)
