@@ -210,7 +210,7 @@ def _linear(low: Lowering, op: Op) -> None:
 
 
 def _norm_behind(low: Lowering, op: Op, params: Mapping[str, ParamValue]) -> Op | None:
-    """The add_norm that a `linear_skinny` with these sizes computes with its result, if all who read the norm scale it."""
+    """The add_norm that a `linear_skinny` of these sizes computes too, if all who read the norm scale it."""
     users = low.uses.get(op.output.name, [])
     if len(users) != 1 or users[0].kind != "add_norm" or bool_attr(op.attrs, "gated") or low.is_output(op.output):
         return None

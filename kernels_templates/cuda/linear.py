@@ -85,9 +85,9 @@ _NORM_ARGS = (
 _NORM_DOC = """
 
 With `norm_out`, it also computes most of the `add_norm` behind it: sum_out = result + residual, out = sum_out *
-(norm_weight + offset), and squares_out[rows, N / 16], the sums of squares of 16 columns of sum_out each; with `norm_in`,
-x and squares come from such a layer, and products are scaled by row as that norm would have scaled x. `norm_out` needs a
-multiple of 16 columns, in all, in a tile, and in a block's part of one."""
+(norm_weight + offset), and squares_out[rows, N / 16], the sums of squares of 16 columns of sum_out each; with
+`norm_in`, x and squares come from such a layer, and products are scaled by row as that norm would have scaled x.
+`norm_out` needs a multiple of 16 columns, in all, in a tile, and in a block's part of one."""
 
 
 def gives_norms(columns: int, real: str, params: Mapping[str, ParamValue]) -> bool:
