@@ -54,6 +54,7 @@ class Metrics:
     def __init__(self, plan: Plan, model: str) -> None:
         tokens = token_bounds(plan.model.max_context)
         self._plan = plan
+        self.context = plan.model.max_context
         self._labels = {"model_name": model, "engine": "0"}
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -80,7 +81,9 @@ class Metrics:
         self.outputs = counts("request_generation_tokens", "Output tokens of a request.")
         self.longest = counts("request_max_num_generation_tokens", "Output tokens of the longest of n choices.")
         self.n = counts("request_params_n", "The parameter n.", (1, 2, 5, 10, 20))
-        self.max_tokens = counts("request_params_max_tokens", "The parameter max_tokens.")
+        self.max_tokens = counts(
+            "request_params_max_tokens", "The parameter max_tokens; without it, the room that the prompt leaves."
+        )
 
     def asked(self, params: SamplingParams) -> None:
         """Record a prompt's parameters."""
@@ -225,8 +228,7 @@ class RequestTimer:
         metrics.prompts.observe(len(command.prompt))
         metrics.outputs.observe(count)
         metrics.total.observe(self.seconds)
-        if command.params.max_tokens is not None:
-            metrics.max_tokens.observe(command.params.max_tokens)
+        metrics.max_tokens.observe(command.params.max_tokens or metrics.context - len(command.prompt))
         if count > 1:
             metrics.per_token.observe((self._last - self._first) / (count - 1))
         if self.engine is not None:

@@ -88,6 +88,16 @@ def test_counts_are_exact() -> None:
     serve(test)
 
 
+def test_no_limit_is_the_room_that_the_prompt_leaves() -> None:
+    async def test(server: Server) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        assert (await server.client.post("/v1/chat/completions", json=body)).status_code == 200
+        found = await scrape(server)
+        assert found["request_params_max_tokens_sum"] == 256 - len("user:hi\nassistant:")
+
+    serve(test)
+
+
 def test_times_are_the_engines() -> None:
     async def test(server: Server) -> None:
         times = RequestMetrics(queue=0.5, first_token=2.0, total=9.0, cached_tokens=0)
