@@ -81,6 +81,14 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 @click.option("--enable-log-requests", is_flag=True, help="Log requests' parameters; at level debug also prompts.")
 @click.option("--otlp-traces-endpoint", help="URL that OpenTelemetry traces are sent to, over HTTP.")
 @click.option("--kv-events-config", metavar="JSON", help="Tell routers what the prefix cache holds, over ZeroMQ.")
+@click.option(
+    "--api-workers",
+    "--api-server-count",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Processes for HTTP and text, which share the engine.",
+)
 @click.option("--page/--no-page", default=True, show_default=True, help="Whether there is a page to look at, at /.")
 @engine_options
 def command(

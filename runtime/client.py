@@ -195,6 +195,24 @@ class EngineClient(ABC):
             if not stream.ended:
                 self._abort(name)
 
+    def forward(self, command: Add, stream: Stream) -> None:
+        """Start a request for another process: `stream` takes its events. Once it has ended, `forget` it."""
+        self._attach()
+        if self._failure is None:
+            self._streams[command.request] = stream
+            self._send(command)
+        else:
+            stream.push(Error(command.request, str(self._failure), user_fault=False))
+
+    def forget(self, request: str) -> None:
+        """See `forward`."""
+        self._streams.pop(request, None)
+
+    def pass_on(self, command: Command) -> None:
+        """Pass on a command of another process that has no answer."""
+        self._attach()
+        self._send(command)
+
     def abort(self, request: str) -> None:
         """See `AsyncEngine`."""
         if self._failure is None and request in self._streams:

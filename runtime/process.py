@@ -72,7 +72,7 @@ class ProcessEngine(EngineClient):
         folder = tempfile.mkdtemp(prefix="toolkit-")
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         address = f"ipc://{folder}/engine"
-        self._socket = _open_socket()
+        self._socket = open_socket()
         self._socket.bind(address)
         self._exit_code: int | None = None
         command = [*self._command[:4], address, *self._command[5:]]
@@ -129,7 +129,7 @@ class ProcessEngine(EngineClient):
         self._state = None
         assert self._loop is not None
         self._loop.remove_reader(self._socket)
-        _close_socket(self._socket)
+        close_socket(self._socket)
         try:
             self._start()
         except InternalError as error:
@@ -149,13 +149,8 @@ class ProcessEngine(EngineClient):
 
     def _receive(self) -> None:
         """Take in everything that is there: the socket only signals that something came, not that more is left."""
-        if self._socket.closed:
-            return
-        try:
-            while True:
-                self._dispatch(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return
+        while readable(self._socket):
+            self._dispatch(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
 
     def _take_stats(self, stats: Stats) -> None:
         if self._state is None:
@@ -194,17 +189,23 @@ class ProcessEngine(EngineClient):
         await asyncio.to_thread(self._watcher.join)
         self._note_exit()
         loop.remove_reader(self._socket)
-        _close_socket(self._socket)
+        close_socket(self._socket)
         self._remove_folder()
 
 
-def _close_socket(socket: zmq.Socket[bytes]) -> None:
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message is there. A socket signals more than messages, and to ask is cheaper than an exception."""
+    events = 0 if socket.closed else socket.get(zmq.EVENTS)
+    return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+
+def close_socket(socket: zmq.Socket[bytes]) -> None:
     context = socket.context
     socket.close()
     context.term()
 
 
-def _open_socket() -> zmq.Socket[bytes]:
+def open_socket() -> zmq.Socket[bytes]:
     """One end of a connection, which queues without limit and never blocks."""
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set_hwm(0)

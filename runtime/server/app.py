@@ -26,6 +26,7 @@ from .messages import count_tokens, messages
 from .openai import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse, parse_json, render_messages
 from .openapi import openapi
 from .page import page as show_page
+from .peers import FROM_PEER
 from .render import DONE, event, json_response
 from .service import Service
 from .token_api import generate_tokens, render_chat, render_completion
@@ -226,7 +227,7 @@ async def health(service: Service, request: Request) -> Response:
 
 async def metrics_text(service: Service, request: Request) -> Response:
     """`GET /metrics`."""
-    text = service.metrics.text(await service.heart.stats())
+    text = service.metrics.text(None if FROM_PEER in request.headers else await service.heart.stats())
     return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 

@@ -42,5 +42,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Log parameters of requests when they arrive; with the level `debug` also prompts."""
     otlp_traces_endpoint: str | None = None
     """Where traces are sent, over HTTP; none: nowhere."""
+    api_workers: int = 1
+    """Processes that do HTTP and text for the one engine."""
     page: bool = True
     """Whether the built-in page is at `/`."""

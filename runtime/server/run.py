@@ -9,12 +9,12 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..options import EngineOptions
@@ -22,11 +22,13 @@ from ..stderr import patient_stderr
 from .options import HttpOptions
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
     from uvicorn import Server
 
-    from ..process import ProcessEngine
+    from ..client import EngineClient
     from .record import Observer
     from .service import Service
+    from .workers import WorkerOptions
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 60
@@ -55,32 +57,63 @@ def serve(
     from ..process import spawn_engine
 
     engine = spawn_engine(directory, options)
-    # What follows is imported while the engine loads.
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    told: dict[str, Any] = {"directory": directory.absolute(), "options": options, "http": http, "parsers": parsers}
+    with ExitStack() as cleanup:
+        if http.uds:
+            cleanup.callback(http.uds.unlink, missing_ok=True)
+        if http.api_workers > 1:
+            from .logs import configure_logs
+            from .workers import serve_workers
+
+            configure_logs(http.log_format, http.log_level, requests=http.enable_log_requests)
+            address = _address(listener, tls is not None)
+            serve_workers(engine, listener, address, began, **told)
+        else:
+            run_service(engine, listener, began=began, **told)
+
+
+def run_service(
+    engine: EngineClient,
+    listener: socket.socket,
+    *,
+    directory: Path,
+    options: EngineOptions,
+    http: HttpOptions,
+    parsers: dict[str, str | None],
+    began: float = 0.0,
+    worker: WorkerOptions | None = None,
+) -> None:
+    """Serve an engine until SIGTERM or SIGINT, alone or as one `worker` of several."""
+    # What is imported here is so while the engine loads.
     from ..prompt import Prompts
     from .logs import configure_logs, log_request
     from .service import Service
 
     configure_logs(http.log_format, http.log_level, requests=http.enable_log_requests)
-    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     observers: list[Observer] = [log_request]
     lanes = options.max_num_seqs or engine.plan.max_batch
+    most_open = math.ceil((lanes + http.max_queued_requests) / http.api_workers) if http.max_queued_requests else 0
     service = Service(
         engine.plan,
         engine,
         partial(Prompts.open, directory, engine.plan, **parsers),
-        most_open=lanes + http.max_queued_requests if http.max_queued_requests else 0,
+        most_open=most_open,
         request_timeout=http.request_timeout,
     )
     with ExitStack() as cleanup:
-        if http.uds:
-            cleanup.callback(http.uds.unlink, missing_ok=True)
         if http.otlp_traces_endpoint:
             from .tracing import Tracer
 
             tracer = Tracer(http.otlp_traces_endpoint, service.model)
             cleanup.callback(tracer.close)
             observers.append(tracer)
-        asyncio.run(_serve(service, engine, _make_server(service, http, tls, observers), listener, began))
+        server = _make_server(service, http, observers, worker)
+        if worker is None:
+            server.config.ssl = tls_context(http)
+            asyncio.run(_serve(service, engine, server, listener, began))
+        else:
+            asyncio.run(_serve_shared(service, engine, server, listener, worker))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -143,9 +176,7 @@ def _address(listener: socket.socket, tls: bool) -> str:
     return f"http{'s' if tls else ''}://{host}:{port}"
 
 
-async def _serve(
-    service: Service, engine: ProcessEngine, server: Server, listener: socket.socket, began: float
-) -> None:
+async def _serve(service: Service, engine: EngineClient, server: Server, listener: socket.socket, began: float) -> None:
     from .logs import log_serving
 
     address = _address(listener, server.config.ssl is not None)
@@ -173,19 +204,67 @@ async def _serve(
         await engine.close()
 
 
-async def _ready(service: Service, engine: ProcessEngine) -> None:
+async def _ready(service: Service, engine: EngineClient) -> None:
     await service.prompts()
     await engine.ready()
     await service.heart.stats()  # so that whoever reads that we serve finds us ready
 
 
+async def _serve_shared(
+    service: Service, engine: EngineClient, server: Server, listener: socket.socket, worker: WorkerOptions
+) -> None:
+    """Serve as one worker of several: its peers at a Unix socket, and connections of the socket that all share."""
+    loop, config, tls = asyncio.get_running_loop(), server.config, tls_context(worker.http)
+    make_protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
+    accepted: set[asyncio.Task[Any]] = set()
+
+    def accept() -> None:
+        # One at a time: a worker that has much to do turns its loop more slowly, and leaves more to others.
+        if server.should_exit:
+            loop.remove_reader(listener)
+            return
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return  # another worker was faster
+        connection.setblocking(False)
+        protocol = partial(make_protocol, config=config, server_state=server.server_state, app_state={})
+        task = loop.create_task(loop.connect_accepted_socket(protocol, connection, ssl=tls))
+        accepted.add(task)
+        task.add_done_callback(_accepted(accepted))
+
+    service.start()
+    with listen_unix(worker.peer(worker.index)) as private:
+        loop.add_reader(listener, accept)
+        try:
+            await server.serve(sockets=[private])
+        finally:
+            loop.remove_reader(listener)
+            await service.stop()
+            await engine.close()
+
+
+def _accepted(tasks: set[asyncio.Task[Any]]) -> Callable[[asyncio.Task[Any]], None]:
+    def done(task: asyncio.Task[Any]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # a handshake that failed is the client's affair
+
+    return done
+
+
 def _make_server(
-    service: Service, http: HttpOptions, tls: ssl.SSLContext | None, observers: Sequence[Observer]
+    service: Service, http: HttpOptions, observers: Sequence[Observer], worker: WorkerOptions | None
 ) -> Server:
     from uvicorn import Config, Server
 
     from .app import create_app
     from .http import guarded
+    from .peers import Peers
+
+    app: ASGIApp = create_app(service, page=http.page)
+    if worker is not None:
+        app = Peers(app, worker.index, [worker.peer(index) for index in range(http.api_workers)])
 
     class GracefulServer(Server):
         """Ends by itself on a signal, where the base class would raise the signal again and skip our own clean-up."""
@@ -204,7 +283,7 @@ def _make_server(
             self.should_exit = True
 
     config = Config(
-        guarded(create_app(service, page=http.page), http, observers),
+        guarded(app, http, observers),
         root_path=http.root_path,
         loop="asyncio",
         http="auto",
@@ -217,5 +296,4 @@ def _make_server(
         timeout_graceful_shutdown=math.ceil(http.shutdown_timeout),
     )
     config.load()
-    config.ssl = tls
     return GracefulServer(config)

@@ -1,0 +1,85 @@
+"""The program of one API process of several: `python -m toolkit.runtime.server.worker` (see `workers`)."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+import zmq
+
+from ..client import EngineClient
+from ..errors import InternalError
+from ..load import read_plan
+from ..plan import Plan
+from ..process import close_socket, open_socket, readable
+from ..request import Command, Error, Event
+from .run import run_service
+from .workers import WorkerOptions
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RelayedEngine(EngineClient):
+    """The parent's engine (see `client.AsyncEngine`)."""
+
+    def __init__(self, plan: Plan, address: str) -> None:
+        super().__init__(plan)
+        self._socket = open_socket()
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[Event])
+
+    def _attach(self) -> asyncio.AbstractEventLoop:
+        previous, loop = self._loop, super()._attach()
+        if loop is not previous:
+            loop.add_reader(self._socket, self._receive)
+            self._receive()
+        return loop
+
+    def _receive(self) -> None:
+        while readable(self._socket):
+            self._dispatch(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+
+    def _send(self, command: Command) -> None:
+        if not self._socket.closed:
+            self._socket.send(self._encoder.encode([command]), zmq.NOBLOCK)
+            self._receive()  # sending may swallow the signal for what came meanwhile
+
+    def _take_error(self, error: Error) -> None:
+        """The parent speaks of the engine only when it is dead for good."""
+        self._fail(InternalError(error.message))
+
+    async def close(self, drain: bool = False) -> None:
+        """Leave the engine, which is the parent's."""
+        if not self._socket.closed:
+            self._attach().remove_reader(self._socket)
+            close_socket(self._socket)
+        self._fail(InternalError("the engine is closed"))
+
+
+def main() -> None:
+    """Serve as standard input says, until SIGTERM or until the parent is gone."""
+    told = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions, dec_hook=lambda kind, value: kind(value))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != told.parent:
+        os._exit(1)
+    engine = RelayedEngine(read_plan(told.directory), told.engine)
+    listener = socket.socket(fileno=told.listener)
+    run_service(
+        engine,
+        listener,
+        directory=told.directory,
+        options=told.options,
+        http=told.http,
+        parsers=told.parsers,
+        worker=told,
+    )
+
+
+if __name__ == "__main__":
+    main()
