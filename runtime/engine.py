@@ -22,7 +22,7 @@ from .batch import BatchBuilder
 from .debug import debug_phase
 from .device.base import Device, Ticket
 from .errors import DeviceLost, InternalError, UserError
-from .grammar import Grammars
+from .grammar import Grammars, Mask
 from .histogram import Histogram
 from .kv.events import Sink, ZmqPublisher
 from .kv.manager import KVManager
@@ -41,6 +41,7 @@ from .request import (
     Profile,
     Profiled,
     RequestMetrics,
+    SamplingParams,
     SleepTag,
     Stats,
     TokenLogprob,
@@ -52,6 +53,7 @@ from .sequence import Chunk, Sequence
 from .speculator import Speculator
 from .step import StepBatch, StepResult
 from .steplog import StepLog
+from .token_rules import TokenRules
 
 MAX_SCORE_BYTES = 1 << 30
 """Most memory that one request's whole-vocabulary prompt log-probabilities may take."""
@@ -205,11 +207,8 @@ class Engine:
         tokens = np.empty(most, np.int32)
         tokens[: len(prompt)] = prompt
         sampling = make_sampling(command, tokens, vocabulary)
-        mask = None
-        if params.grammar:
-            if self._grammars is None:
-                raise UserError("this engine has no tokenizer, so it can't keep to a grammar")
-            mask = self._grammars.start(params.grammar)
+        mask = self._mask(params)
+        if mask is not None:
             sampling.row["mask"] = mask.words.ctypes.data
         return Sequence(
             request=command.request,
@@ -227,6 +226,17 @@ class Engine:
             rope_length=len(prompt),
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
         )
+
+    def _mask(self, params: SamplingParams) -> Mask | TokenRules | None:
+        mask = None
+        if params.grammar:
+            if self._grammars is None:
+                raise UserError("this engine has no tokenizer, so it can't keep to a grammar")
+            mask = self._grammars.start(params.grammar)
+        if params.allowed_token_ids is None and not params.bad_token_ids:
+            return mask
+        vocabulary, forbidden = self.plan.model.vocab_size, params.bad_token_ids
+        return TokenRules(vocabulary, allowed=params.allowed_token_ids, forbidden=forbidden, grammar=mask)
 
     def _horizon(self, prompt: int, most: int) -> int:
         switch = self._rope_switch

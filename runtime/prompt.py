@@ -161,7 +161,8 @@ class Prompts:
                 f"the prompt has {len(prompt)} tokens, but prompt and output together may have {limit}: shorten it, "
                 "or compile the plan with a larger --max-context"
             )
-        self._checked([*params.stop_token_ids, *params.logit_bias])
+        self._checked([*params.stop_token_ids, *params.logit_bias, *(params.allowed_token_ids or ())])
+        params = self._with_bad_tokens(params)
         eos = () if params.ignore_eos else self.plan.eos_token_ids
         return [
             Add(
@@ -175,6 +176,19 @@ class Prompts:
             )
             for index in range(params.n)
         ]
+
+    def _with_bad_tokens(self, params: SamplingParams) -> SamplingParams:
+        """Bad words as token ids: as they begin a text, and as they stand behind a space. Other ways of spelling them
+        in tokens stay possible, as in vLLM."""
+        if not params.bad_words:
+            return params
+        found = {
+            tuple(self.encode(f"{space}{word.lstrip()}", add_special_tokens=False))
+            for word in params.bad_words
+            for space in ("", " ")
+        }
+        forbidden = (*params.bad_token_ids, *sorted(each for each in found if each))
+        return msgspec.structs.replace(params, bad_words=(), bad_token_ids=forbidden)
 
     def _checked(self, ids: list[int]) -> list[int]:
         size = self.plan.model.vocab_size

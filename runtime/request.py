@@ -49,6 +49,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
     grammar: str = ""
     """What the output must be, see `grammar`; empty: anything."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """None: all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that the output must not have; they become `bad_token_ids` where text is."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token ids, in a row, that the output must not have."""
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[bool, str], ...] = (
@@ -76,6 +82,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ),
             (self.seed is None or -(2**63) <= self.seed < 2**64, f"seed must fit in 64 bits, not {self.seed}"),
             (all(self.stop), "stop strings must not be empty"),
+            (all(self.bad_words), "bad_words must not be empty"),
+            (all(self.bad_token_ids), "bad_token_ids must not be empty"),
+            (self.allowed_token_ids is None or bool(self.allowed_token_ids), "allowed_token_ids must not be empty"),
             (
                 not (self.grammar and self.ignore_eos),
                 "ignore_eos can't be combined with structured output, which ends by itself",

@@ -11,6 +11,7 @@ from .kv.prefix import PageKeys
 from .request import TokenLogprob
 from .sampling import Sampling
 from .step import Float32, Int32
+from .token_rules import TokenRules
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +43,8 @@ class Sequence:
     computed anew."""
     rope_length: int
     """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
-    mask: Mask | None = None
-    """Of its grammar."""
+    mask: Mask | TokenRules | None = None
+    """The tokens that may come next, if not all."""
     drafter: Drafter | None = None
     """What guesses its next tokens."""
     drafts: int = 0

@@ -25,9 +25,7 @@ _MEDIA = "this model reads and writes text only"
 _STORE = "the server stores nothing"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "allowed_token_ids": ((), "use logit_bias"),
     "audio": ((), _MEDIA),
-    "bad_words": (([],), "use logit_bias"),
     "chat_template": ((), "only chat has a template"),
     "documents": (([],), "put documents into the messages"),
     "echo": ((False,), "only completions can repeat the prompt"),
@@ -138,6 +136,8 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
     prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -237,6 +237,8 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         given |= {name: getattr(self, name) for name in _COPIED}
         given |= {"grammar": self._grammar()}
         given |= {"stop": self.stops, "stop_token_ids": tuple(self.stop_token_ids)}
+        allowed = self.allowed_token_ids
+        given |= {"allowed_token_ids": None if allowed is None else tuple(allowed), "bad_words": tuple(self.bad_words)}
         try:
             return prompts.params(**(given | changes))
         except UserError as error:

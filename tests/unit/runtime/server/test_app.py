@@ -460,3 +460,17 @@ def test_version() -> None:
         assert (await server.client.get("/version")).json()["version"]
 
     serve(test)
+
+
+def test_bad_words_become_token_ids_and_allowed_ones_are_checked() -> None:
+    async def test(server: Server) -> None:
+        await post(server, "/v1/completions", {"prompt": "a", "bad_words": ["no"], "allowed_token_ids": [65, 66]})
+        params = server.engine.commands[0].params
+        assert params.bad_words == ()
+        assert set(params.bad_token_ids) == {tuple(b"no"), tuple(b" no")}
+        assert params.allowed_token_ids == (65, 66)
+        refused: list[dict[str, Any]] = [{"allowed_token_ids": [5000]}, {"allowed_token_ids": []}, {"bad_words": [""]}]
+        for wrong in refused:
+            assert (await server.client.post("/v1/completions", json={"prompt": "a"} | wrong)).status_code == 400
+
+    serve(test)
