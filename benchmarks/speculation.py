@@ -45,7 +45,8 @@ def make_requests(text: str, batch: int, tokens: int, vocabulary: int, seed: int
 
 
 def decode(engine: Engine, requests: list[Add]) -> tuple[float, float]:
-    """Seconds, by the wall clock and of this process's CPU time, from the last request's first token to the end."""
+    """Seconds a token, by the wall clock and of this process's CPU time, from when all requests have their first token
+    until one ends: later steps would have fewer sequences."""
     for request in requests:
         engine.add(request)
     while any(sequence.known == sequence.prompt_length for sequence in engine.scheduler.running) or (
@@ -53,9 +54,14 @@ def decode(engine: Engine, requests: list[Add]) -> tuple[float, float]:
     ):
         engine.step()
     start, cpu = time.perf_counter(), time.process_time()
-    while engine.has_work:
+    tokens = engine.stats().generation_tokens
+    while len(engine.scheduler.running) == len(requests):
         engine.step()
-    return time.perf_counter() - start, time.process_time() - cpu
+    tokens = engine.stats().generation_tokens - tokens
+    seconds = (time.perf_counter() - start) / tokens, (time.process_time() - cpu) / tokens
+    engine.abort_all()
+    engine.step()
+    return seconds
 
 
 def measure(device: Device, method: str, text: str, batch: int, *, tokens: int, rounds: int) -> dict[str, object]:
@@ -74,8 +80,8 @@ def measure(device: Device, method: str, text: str, batch: int, *, tokens: int, 
         "method": method,
         "text": text,
         "batch": batch,
-        "plain_tokens_per_second": round(batch * tokens / float(np.median(plain[:, 0])), 1),
-        "tokens_per_second": round(batch * tokens / float(np.median(guessed[:, 0])), 1),
+        "plain_tokens_per_second": round(1 / float(np.median(plain[:, 0])), 1),
+        "tokens_per_second": round(1 / float(np.median(guessed[:, 0])), 1),
         "ratio": round(float(np.median((plain / guessed)[:, 0])), 3),
         "cpu_ratio": round(float(np.median((plain / guessed)[:, 1])), 3),
         "drafted": stats.spec_draft_tokens,

@@ -76,7 +76,7 @@ class SharedOutputs:
     """Outputs of requests that ended; the oldest are forgotten."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._least = config.shortest
+        self._least = config.shortest + 1  # that others said one token as well means little
         self._most = max(1, config.suffix_decoding_max_cached_requests // 2)
         self._outputs = 0
         self.texts = [NgramIndex(self._least)]

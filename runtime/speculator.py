@@ -18,7 +18,7 @@ from .drafts import Drafter, SharedOutputs
 from .options import SpeculativeConfig
 from .sequence import Sequence
 
-LEAST_GAIN = 1.03
+LEAST_GAIN = 1.05
 """More tokens a second than without, by the estimate, for guesses to be verified."""
 LEAST_CHANCE = 0.05
 """That a guess and those before it are right, for it to be considered."""
