@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
@@ -220,7 +221,7 @@ def export(model: PreTrainedModel, hooks: Hooks, fakes: FakeTensorMode) -> Expor
             dynamic_shapes=({1: count}, {1: count}, {0: row_count}),
             strict=False,
         )
-        return program.run_decompositions({}) if any(map(_mutates, program.graph.nodes)) else program
+        return program if _make_functional(program.graph) else program.run_decompositions({})
 
 
 @contextmanager
@@ -258,8 +259,43 @@ def _fake(model: PreTrainedModel, fakes: FakeTensorMode) -> None:
             tensors |= {name: fake(tensor) for name, tensor in tensors.items() if tensor is not None}
 
 
+def _make_functional(graph: fx.Graph) -> bool:
+    """Where ops write to a value that nothing else sees, as `(x + y).mul_(z)` does, put those that return a new one.
+
+    Whether that were all: others need another trace of the whole model.
+    """
+    storages = Counter(filter(None, map(_storage, graph.nodes)))
+    found = [(node, _functional(node, storages)) for node in graph.nodes if _mutates(node)]
+    for node, target in found:
+        if target is not None:
+            node.target = target
+    return all(target is not None for _, target in found)
+
+
+def _functional(node: fx.Node, storages: Mapping[int, int]) -> OpOverload | None:
+    """The op that returns what this one writes to its first operand, if the operand has no other use and no alias, and
+    no other dtype has a say in the result.
+    """
+    operand, target = node.args[0], node.target
+    assert isinstance(target, OpOverload)
+    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    if not isinstance(operand, fx.Node) or operand.op != "call_function" or list(operand.users) != [node]:
+        return None
+    if storages.get(_storage(operand) or 0) != 2:  # the operand and the result
+        return None
+    dtypes = {each.meta["val"].dtype for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)}
+    return found if isinstance(found, OpOverload) and len(dtypes) == 1 else None
+
+
+def _storage(node: fx.Node) -> int | None:
+    """What tells apart the memory of a node's value."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _untie(model: PreTrainedModel, has_weight: Callable[[str], bool]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cpu.models.architectures import BOUNDS, reference_logits, sequences, tensors, tiny_config
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
@@ -426,3 +426,66 @@ def test_nothing_is_left_behind() -> None:
     assert "toolkit" not in ALL_ATTENTION_FUNCTIONS
     assert modeling_llama.apply_rotary_pos_emb is before
     assert tiny_config("llama").to_dict() == config.to_dict()
+
+
+# --- ops that write to their operands ---------------------------------------------------------------------------------
+
+
+def fresh(x: Tensor) -> Tensor:
+    return (x + 1).mul_(x).relu()
+
+
+def chosen_by_mask(x: Tensor) -> Tensor:
+    return (x + 1).masked_fill_(x > 0, 3.0)
+
+
+def seen_after(x: Tensor) -> Tensor:
+    y = x + 1
+    return y.mul_(2) + y
+
+
+def seen_through_a_view(x: Tensor) -> Tensor:
+    y = x + 1
+    view = y.transpose(0, 1)
+    y.mul_(2)
+    return view + 1
+
+
+def written_through_a_view(x: Tensor) -> Tensor:
+    y = x + 1
+    y.transpose(0, 1).mul_(2)
+    return y + 1
+
+
+def of_another_type(x: Tensor) -> Tensor:
+    return (x + 1).to(torch.bfloat16).add_(x)
+
+
+def the_input(x: Tensor) -> Tensor:
+    return x.mul_(2) + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "simple"),
+    [
+        (fresh, True),
+        (chosen_by_mask, False),
+        (seen_after, True),
+        (seen_through_a_view, False),
+        (written_through_a_view, False),
+        (of_another_type, False),
+        (the_input, False),
+    ],
+)
+def test_only_writes_that_nothing_else_sees_become_results(function: Callable[..., Tensor], simple: bool) -> None:
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    x = torch.randn(4, 4)
+    program = torch.export.export(Module(), (x.clone(),), strict=False)
+    assert capturing._make_functional(program.graph) == simple
+    if simple:
+        assert not any(capturing._mutates(node) for node in program.graph.nodes)
+        program.graph_module.recompile()
+        torch.testing.assert_close(program.module()(x.clone()), function(x.clone()), rtol=0, atol=0)
