@@ -118,6 +118,8 @@ def _assumed(low: Lowering, op: Op, value: Value) -> Place:
 
 def _embedding(low: Lowering, op: Op) -> None:
     table, ids = op.inputs
+    if low.encoding(table).levels == "e4m3" and low.target.kind == "cpu":
+        raise Unsupported("weights in 8-bit floats, which CPUs have no kernel for: --quant int8 has")
     rows, width = (static(size) for size in table.type.shape)
     if not isinstance(low.place(ids), InputArg):
         raise Unsupported(f"{ids} is computed, but ids must be a step input")
@@ -161,12 +163,13 @@ def _linear(low: Lowering, op: Op) -> None:
     has_bias = bool_attr(op.attrs, "has_bias")
     extras = op.inputs[2 + has_bias :]
     gated = bool_attr(op.attrs, "gated")
+    if encoding.levels == "e4m3" and low.target.kind == "cpu":
+        raise Unsupported("weights in 8-bit floats, which CPUs have no kernel for: --quant int8 has")
     if len(extras) > MAX_EXTRAS:
         raise Unsupported(f"an epilogue with {len(extras)} extra inputs, more than {MAX_EXTRAS}")
-    if gated and low.weights[weight.name].layout == "panel16" and columns % (2 * PANEL):
+    if gated and encoding.kind == "affine" and low.target.kind == "cuda" and columns % (2 * PANEL):
         raise Unsupported(f"halves of {columns} columns, which are no multiple of {2 * PANEL}")
     args: dict[str, Argument] = {
-        "x": low.quantized(x) if encoding.kind == "affine" and low.target.kind == "cpu" else low.pointer(x),
         "weight": low.pointer(weight),
         "rows": dim(rows),
         "N": ConstArg(columns),
@@ -175,6 +178,10 @@ def _linear(low: Lowering, op: Op) -> None:
     if has_bias:
         args["bias"] = low.pointer(op.inputs[2])
     (family, own), *others = _linear_kernels(low, rows, columns, inner, encoding.name, gated=gated)
+    if family == "linear_float8":
+        args["x"], args["x_scale"] = low.float8(x)
+    else:
+        args["x"] = low.quantized(x) if encoding.kind == "affine" and low.target.kind == "cpu" else low.pointer(x)
     params: dict[str, ParamValue] = {
         "has_bias": has_bias,
         "epilogue": str_attr(op.attrs, "epilogue"),
@@ -275,10 +282,13 @@ def _linear_kernels(
     if low.target.kind == "cpu":
         return [("linear", {"encoding": encoding})]
     most = low.limits.bounds.largest(rows)
-    chosen = choose_linear(most, columns=columns, inner=inner, real=low.real, encoding=encoding, gated=gated)
+    narrow = low.target.archs == ("sm90",)
+    chosen = choose_linear(
+        most, columns=columns, inner=inner, real=low.real, encoding=encoding, gated=gated, narrow=narrow
+    )
     if not low.alternatives:
         return [chosen]
-    others = other_linear(most, *chosen, columns=columns, inner=inner)
+    others = other_linear(most, *chosen, columns=columns, inner=inner, gated=gated)
     return [chosen, *others[: low.alternatives]]
 
 

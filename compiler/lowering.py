@@ -81,6 +81,7 @@ class Lowering:
         (`linear_skinny`), and what the norm adds to their mean."""
         self._outputs = {value.name for value in graph.outputs}
         self._quantized: dict[tuple[Rows, int], View] = {}
+        self._float8: dict[Rows, tuple[View, View]] = {}
         self._copies: dict[Rows, Rows] = {}
         self._roles: dict[str, str] = {}
         self._places: dict[str, Place] = {value.name: InputArg(value.name) for value in graph.inputs}
@@ -243,6 +244,18 @@ class Lowering:
             self.call("quantize", {}, args, f"quantize:{value.name}", flops=4 * count(rows) * width)
             self._quantized[place, width] = q8
         return self._quantized[place, width]
+
+    def float8(self, value: Value) -> tuple[View, View]:
+        """The value as 8-bit floats by rows of its last axis, and the rows' scales, made at most once. CUDA only."""
+        rows, width = rows_and_width(value)
+        place = self.rows(value)
+        if place not in self._float8:
+            x8 = self.new_buffer(f"{value.name}:float8", rows, width)
+            scale = self.new_buffer(f"{value.name}:scale", rows, 4)
+            args = {"x": self.pointer(value), "x8": x8, "x_scale": scale, "rows": dim(rows), "K": ConstArg(width)}
+            self.call("quantize_float8", {}, args, f"quantize:{value.name}", flops=4 * count(rows) * width)
+            self._float8[place] = x8, scale
+        return self._float8[place]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

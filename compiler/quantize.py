@@ -88,6 +88,8 @@ def _to_affine(values: Float32, encoding: Encoding, importance: Float32 | None, 
 
 def nearest(groups: Float32, scale: Array, minimum: Array | None, encoding: Encoding) -> Float32:
     """The codes [.., group] nearest to values [.., group], whose scales and minima [..] are as stored."""
+    if encoding.levels == "e4m3":
+        return _to_e4m3(groups * _reciprocal(scale.astype(np.float32))[..., None])
     low, high = _code_range(encoding)
     if minimum is not None:
         groups = groups - minimum.astype(np.float32)[..., None]
@@ -104,6 +106,8 @@ def fit(
 
     `weights` [.., group] say how much the error of each value counts. Raises ValueError if a scale does not fit.
     """
+    if encoding.levels == "e4m3":
+        return _stored(np.abs(groups).max(axis=-1) / np.float32(448), encoding), None
     low, high = (np.float32(limit - encoding.zero) for limit in _code_range(encoding))
     search = search and encoding.bits <= _SEARCHED_BITS
     if encoding.has_minimum:
@@ -183,6 +187,16 @@ def _dot(a: Float32, b: Float32, weights: Float32 | None) -> Float32:
     else:
         result = np.einsum("...k,...k,...k->...", a, b, weights)
     return result
+
+
+def _to_e4m3(values: Float32) -> Float32:
+    """The codes (as int8 numbers) of the nearest 8-bit floats, ties to even; 448 is the largest."""
+    sizes = np.minimum(np.abs(values), np.float32(448))
+    exponent = np.where(sizes < 2.0**-6, -6, np.frexp(sizes)[1] - 1)  # below 2^-6 steps stay as they are
+    steps = np.rint(np.ldexp(sizes, 3 - exponent)).astype(np.int32)  # 8 to 16, below 2^-6 0 to 8
+    codes = (exponent + 6) * 8 + steps
+    signed: Float32 = np.where(np.signbit(values), codes - 128, codes).astype(np.float32)
+    return signed
 
 
 def _code_range(encoding: Encoding) -> tuple[int, int]:

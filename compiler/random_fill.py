@@ -59,6 +59,8 @@ def _affine(encoding: Encoding) -> RandomFill:
     """
     odd = encoding.zero > 0
     used: Array = np.arange(odd, 1 << encoding.bits, 1 + odd, dtype=np.uint8)
+    if encoding.levels == "e4m3":
+        used = np.concatenate((np.arange(0x30, 0x40, dtype=np.uint8), np.arange(0xB0, 0xC0, dtype=np.uint8)))
     if encoding.bits == 8:
         used = used.view(np.int8)
     codes = np.resize(used, math.lcm(len(used), encoding.unit))
@@ -76,6 +78,8 @@ def _affine(encoding: Encoding) -> RandomFill:
             pieces_keep[name] = 0xFFFFFFFF
         else:
             pieces_value[name] = 1  # factors
+    if encoding.levels == "e4m3":  # of exponents 6 and 7
+        pieces_keep["codes"], pieces_value["codes"] = 0x8F8F8F8F, 0x30303030
     if odd:  # the lowest bit of every code is set
         pieces_value["codes"] = 0x55555555 if encoding.bits < 4 else 0x11111111
         pieces_keep["codes"] = ~pieces_value["codes"]

@@ -54,7 +54,9 @@ class Target:
 
     def matrix_layout(self, encoding: Encoding | None) -> Layout:
         """Of the weights of linear layers and embeddings: GPUs read floats as they are."""
-        return "panel16" if self.kind == "cpu" or (encoding is not None and encoding.kind == "affine") else "rows"
+        if self.kind == "cpu":
+            return "panel16"
+        return "operand16" if encoding is not None and encoding.kind == "affine" else "rows"
 
     @property
     def quantized_dtype(self) -> FloatDType:

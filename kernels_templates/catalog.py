@@ -99,6 +99,10 @@ class Tiles:
     columns: str
     box: int
     """Rows of a tile."""
+    depth: int = 1
+    block: tuple[int, int, int, int] | None = None
+    bytes: int = 2
+    """Of a number."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How weights and quantized activations lie in memory for the CPU kernels, as numpy functions.
+"""How weights and quantized activations lie in memory for kernels, as numpy functions.
 
 `rows`     Floats, row-major, any shape: norms, biases, tables.
 
@@ -11,6 +11,9 @@
            word j in the low nibble, word j + 4 in the high one. Less than 4 bits and what is above them lie in planes
            of 1 or 2 bits: bit j of a byte is word j's, or bits 2i and 2i+1 in half h are those of word 4h + i. So 2 is
            a plane of 2, 3 adds one of 1 above it, and 5 and 6 add one of 1 or 2 to the nibbles.
+
+`operand16`  An affine matrix for tensor cores: `panel16`, with every 16 columns in the order in which the lanes of a
+           warp hold them: word j has columns 2j, 2j + 1, 2j + 8 and 2j + 9 of the 16.
 
 `q8`       Rows of activations, quantized for products with affine weights: K int8 codes, then K/32 float32 scales, then
            K/32 float32 sums (scale times the sum of the group's codes), padded to a multiple of 64 bytes.
@@ -34,11 +37,13 @@ from msgspec.structs import replace
 from ..runtime.encodings import BFLOAT16, FLOAT16, FLOAT32, LEVELS, Array, EncodedArray, Encoding
 from ..runtime.errors import InternalError
 
-Layout = Literal["rows", "panel16"]
+Layout = Literal["rows", "panel16", "operand16"]
 PANEL = 16
 """Rows of a panel."""
 PIECE = 32
 """Columns whose codes share words, and whose activations share a scale."""
+_OPERAND = np.arange(16).reshape(2, 4, 2).transpose(1, 0, 2).reshape(-1)
+"""The columns of 16 in the order of `operand16`."""
 
 Words = npt.NDArray[np.uint32]
 _CHUNK = 1 << 18
@@ -57,6 +62,7 @@ def _panel_encodings() -> dict[str, Encoding]:
     for levels in LEVELS:
         usual = replace(Encoding("affine", 4), levels=levels)
         affine += [replace(usual, group=16), replace(usual, group=32), replace(usual, group=32, block=256)]
+    affine += [Encoding("affine", 8, group, levels="e4m3") for group in (32, 64, 128)]
     wide = [replace(encoding, scale="float32") for encoding in affine]
     return {encoding.name: encoding for encoding in (FLOAT32, FLOAT16, BFLOAT16, *affine, *wide)}
 
@@ -85,6 +91,8 @@ def pack(layout: Layout, array: EncodedArray) -> npt.NDArray[np.uint8]:
     _check(layout, array.encoding, array.shape)
     if layout == "rows":
         return np.ascontiguousarray(array.data).reshape(-1).view(np.uint8)
+    if layout == "operand16":
+        array = replace(array, data=_reordered(array.data, _OPERAND))
     if array.encoding.kind == "affine":
         return _pack_affine(array)
     return _pack_floats(array)
@@ -99,7 +107,8 @@ def unpack(layout: Layout, encoding: Encoding, shape: Sequence[int], data: npt.N
         return EncodedArray(encoding, data.view(_FLOATS[encoding.kind]).reshape(tuple(shape)))
     rows, columns = shape
     if encoding.kind == "affine":
-        return _unpack_affine(encoding, rows, columns, data)
+        array = _unpack_affine(encoding, rows, columns, data)
+        return replace(array, data=_reordered(array.data, np.argsort(_OPERAND))) if layout == "operand16" else array
     return _unpack_floats(encoding, rows, columns, data)
 
 
@@ -108,9 +117,15 @@ def _check(layout: Layout, encoding: Encoding, shape: tuple[int, ...]) -> None:
         fits = encoding.kind != "affine"
     else:
         fits = len(shape) == 2 and _panel_encodings().get(encoding.name) == encoding
-        fits = fits and (encoding.kind != "affine" or shape[1] % block_columns(encoding) == 0)
+        fits = fits and (layout == "panel16" if encoding.kind != "affine" else shape[1] % block_columns(encoding) == 0)
     if not fits:
         raise InternalError(f"layout {layout} cannot hold {encoding} of shape {shape}")
+
+
+def _reordered(codes: Array, order: npt.NDArray[np.intp]) -> Array:
+    """The columns of every 16 in another order."""
+    reordered: Array = codes.reshape(len(codes), -1, 16)[..., order].reshape(codes.shape)
+    return reordered
 
 
 def _panel_bytes(encoding: Encoding, columns: int) -> int:
@@ -154,12 +169,15 @@ def block_columns(encoding: Encoding) -> int:
 
 
 def block_offsets(encoding: Encoding) -> dict[str, int]:
-    """Where each field begins in a block or in its piece, and the `bytes` of a block and of a `piece`."""
+    """Where each field begins in a block or in its piece, the `bytes` of a block and of a `piece`, and those of a
+    `part` of a block, which tensor maps can count: a multiple of 16, at most 2048."""
     block, piece = block_dtype(encoding), _piece_dtype(encoding)
     assert block.fields is not None
     assert piece.fields is not None
     fields = {**block.fields, **piece.fields}
-    return {name: field[1] for name, field in fields.items()} | {"bytes": block.itemsize, "piece": piece.itemsize}
+    part = next(size for size in range(2048, 0, -16) if block.itemsize % size == 0)
+    sizes = {"bytes": block.itemsize, "piece": piece.itemsize, "part": part}
+    return {name: field[1] for name, field in fields.items()} | sizes
 
 
 def block_dtype(encoding: Encoding) -> np.dtype[Any]:

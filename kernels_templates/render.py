@@ -19,6 +19,7 @@ from .cuda.attention import (
     takes_tensor_cores,
     takes_wide_loads,
 )
+from .cuda.linear import quantized_turns
 from .cuda.sample import PART
 from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
@@ -45,7 +46,10 @@ def _environment() -> jinja2.Environment:
     environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP, "sample_part": PART}
     environment.globals |= {
         each.__name__: each
-        for each in (decode_tiles, head_threads, prefill_panels, prefill_tiles, takes_tensor_cores, takes_wide_loads)
+        for each in (
+            *(decode_tiles, head_threads, prefill_panels, prefill_tiles),
+            *(takes_tensor_cores, takes_wide_loads, quantized_turns),
+        )
     }
     return environment
 

@@ -244,7 +244,7 @@ def float8_notes(checkpoint: Checkpoint) -> Iterator[str]:
     if count:
         yield (
             f"{count} tensors are 8-bit floats with scales in the checkpoint; `--quant keep` stores their exact values "
-            "as float32, 4 times the size: --quant int8, or none for --dtype, stores less"
+            "as float32, 4 times the size: --quant int8, fp8 on GPUs, or none for --dtype, stores less"
         )
 
 

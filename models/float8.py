@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.encodings import FLOAT32, EncodedArray, Encoding
+from ..runtime.encodings import FLOAT32, EncodedArray, Encoding, e4m3_values
 from ..runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,15 +31,11 @@ BLOCK = (128, 128)
 @cache
 def values(format_: str) -> npt.NDArray[np.float32]:
     """The number of each code."""
-    codes = np.arange(256, dtype=np.uint16)
     if format_ == "F8_E5M2":
+        codes = np.arange(256, dtype=np.uint16)
         wide: npt.NDArray[np.float32] = (codes << 8).view(np.float16).astype(np.float32)
         return wide
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    tiny, normal = mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent.astype(np.float64) - 10)
-    sizes = np.where(exponent == 0, tiny, normal)
-    sizes[codes & 0x7F == 0x7F] = np.nan
-    return np.where(codes < 128, sizes, -sizes).astype(np.float32)
+    return e4m3_values()
 
 
 @dataclass(frozen=True)

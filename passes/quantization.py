@@ -26,10 +26,11 @@ FLOATS: Mapping[str, Encoding] = {
     "float16": FLOAT16,
     "bfloat16": BFLOAT16,
 }
+FLOAT8 = Encoding("affine", bits=8, group=128, scale="float32", levels="e4m3")
 GROUPS = (32, 64, 128)
 ENCODINGS_HELP = (
-    "keep (as in the checkpoint), none (the --dtype), fp32, fp16, bf16, or int8, int6, int5, int4, with groups of 64 "
-    "or 128 columns as -g64 or -g128 and a minimum for each group as -asym: int4-g64-asym, say"
+    "keep (as in the checkpoint), none (the --dtype), fp32, fp16, bf16, fp8 (on GPUs), or int8, int6, int5, int4, with "
+    "groups of 64 or 128 columns as -g64 or -g128 and a minimum for each group as -asym: int4-g64-asym, say"
 )
 _INTEGER = re.compile(r"int([4568])(?:-g(\d+))?(-asym)?")
 
@@ -38,6 +39,8 @@ def parse_encoding(name: str) -> Encoding:
     """The encoding that a name such as `bf16`, `int8` or `int4-g64-asym` stands for. Raises ValueError if none."""
     if name in FLOATS:
         return FLOATS[name]
+    if name == "fp8":
+        return FLOAT8
     match = _INTEGER.fullmatch(name)
     group = int(match[2] or GROUPS[0]) if match else 0
     if match is None or group not in GROUPS:

@@ -10,7 +10,8 @@ Q4_0 is (bits 4, group 32, zero 8); Q4_1 adds a minimum; Q5_0 is (5, 32, 16); Q8
 A *block* of several groups may share one scale and minimum, which each group multiplies by small integers of its own
 (its *factors*): the K types of GGUF. Q4_K is (4, 32, 0) in blocks of 256, Q6_K (6, 16, 32).
 
-The codes of a few types are numbers of fixed `levels`, which then take the place of `code` in the formula.
+The codes of a few types are numbers of fixed `levels`, which then take the place of `code` in the formula: so are 8-bit
+floats (E4M3), whose bits are the code.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Encoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     has_minimum: bool = False
     block: int = 0
     """Affine only: columns that share a scale and minimum, with factors for each group; 0 is one group, without."""
-    levels: Literal["", "iq4", "e2m1"] = ""
-    """Affine only: the `LEVELS` that codes number; "" is the codes themselves."""
+    levels: Literal["", "iq4", "e2m1", "e4m3"] = ""
+    """Affine only: the `LEVELS`, or 8-bit floats, that codes number; "" is the codes themselves."""
 
     @property
     def name(self) -> str:
@@ -90,6 +91,18 @@ LEVELS: Mapping[str, tuple[int, ...]] = {
 """int8 levels of 4-bit codes: those of GGUF's IQ4 types, and the 4-bit floats of MXFP4 and NVFP4 times 2."""
 
 
+def e4m3_values() -> npt.NDArray[np.float32]:
+    """The number of each code of the 8-bit floats E4M3 ("OCP 8-bit Floating Point Specification")."""
+    import numpy as np
+
+    codes = np.arange(256, dtype=np.uint16)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    tiny, normal = mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent.astype(np.float64) - 10)
+    sizes = np.where(exponent == 0, tiny, normal)
+    sizes[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, sizes, -sizes).astype(np.float32)
+
+
 class EncodedArray(msgspec.Struct, frozen=True):
     """A tensor in one encoding, unpacked: the neutral form between readers, quantizer, packers and references.
 
@@ -128,7 +141,11 @@ class EncodedArray(msgspec.Struct, frozen=True):
         if enc.kind != "affine":
             return self.data.astype(np.float32)
         assert self.scale is not None
-        codes = self.data if not enc.levels else np.array(LEVELS[enc.levels], np.int8)[self.data]
+        codes = self.data
+        if enc.levels == "e4m3":
+            codes = e4m3_values()[self.data.view(np.uint8)]
+        elif enc.levels:
+            codes = np.array(LEVELS[enc.levels], np.int8)[self.data]
         groups = codes.reshape(*codes.shape[:-1], -1, enc.group).astype(np.float32) - np.float32(enc.zero)
         values = groups * _of_groups(enc, self.scale, self.factors)
         if self.minimum is not None:

@@ -178,7 +178,9 @@ class TensorMap(_Record, frozen=True):
     """An argument that a kernel takes not as a pointer but as a tensor map of it: a `CUtensorMap`, 128 bytes by value.
 
     It is a matrix of 16-bit numbers row by row, read in tiles of 64 columns and `box` rows that are swizzled by 128
-    bytes; what lies outside of the matrix reads as zero. The number of rows may be a bucket's bound.
+    bytes, `depth` of them side by side at a time; what lies outside of the matrix reads as zero, but columns of a last
+    incomplete tile, which are any. Or it is an affine weight in its layout: see `block`. The number of rows may be a
+    bucket's bound.
     """
 
     argument: int
@@ -186,6 +188,13 @@ class TensorMap(_Record, frozen=True):
     """Position of the argument that counts its rows."""
     columns: int
     box: int
+    """Rows, or panels, of a tile."""
+    depth: int = 1
+    """Boxes of 64 columns, or blocks of a panel, of a tile."""
+    block: tuple[int, int, int, int] | None = None
+    """Of a weight in `operand16`: rows and columns of a block, its parts, bytes of a part. Tiles have whole blocks."""
+    bytes: int = 2
+    """Of a number; of those with 1 a box has 128 columns."""
 
 
 class CudaKernel(_Record, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from toolkit import __version__
 from toolkit.runtime.device.cuda.driver import list_gpus
+from toolkit.runtime.encodings import Encoding
 from toolkit.runtime.plan import Plan
 from toolkit.runtime.request import Add, SamplingParams
 
@@ -23,8 +25,13 @@ SHAPES = {4096: "8B", 2048: "1B"}
 
 
 def shape(plan: Plan) -> str:
-    """Which of the two models a plan is, else its name."""
-    return SHAPES.get(plan.model.hidden_size, plan.model.name)
+    """Which of the two models a plan is, else its name; with the encoding of most weights, if they are quantized."""
+    name = SHAPES.get(plan.model.hidden_size, plan.model.name)
+    bytes_of: Counter[Encoding] = Counter()
+    for weight in plan.weights.values():
+        bytes_of[weight.encoding] += weight.bytes
+    encoding = bytes_of.most_common(1)[0][0]
+    return f"{name} {encoding.name}" if encoding.kind == "affine" else name
 
 
 def floor_ms(plan: Plan, batch: int, context: int) -> float:

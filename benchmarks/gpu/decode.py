@@ -28,6 +28,7 @@ from toolkit.runtime.request import Tokens
 BARS = {
     **{("8B", 1): 3.9, ("8B", 32): 5.0, ("8B", 128): 7.5, ("8B", 256): 11.8},
     **{("1B", 1): 0.83, ("1B", 32): 1.2, ("1B", 128): 2.0, ("1B", 256): 3.3},
+    **{("8B a4g128", 1): 1.9, ("8B a4g128", 32): 2.8, ("8B e4m3g128w", 1): 2.5, ("8B e4m3g128w", 128): 5.6},
 }
 VLLM = {
     **{("8B", 1): 4.90, ("8B", 32): 5.82, ("8B", 128): 8.68, ("8B", 256): 13.9},
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = []
-    print("shape batch   ms/step   replay    ratio    floor      bar     vLLM")
+    print("       shape batch   ms/step   replay    ratio    floor      bar     vLLM")
     for plan in options.plans:
         began = time.perf_counter()
         engine = open_engine(plan, EngineOptions(prefix_cache=False, memory=options.memory))
@@ -93,7 +94,7 @@ def main() -> None:
             row = measure(engine, batch, options.prompt, options.new) | {"open_s": round(opened, 3)}
             rows.append(row)
             figures = (row["ms"], row["replay_ms"], row["over_replay"], row["floor_ms"], row["bar_ms"], row["vllm_ms"])
-            print(f"{row['shape']:>5} {batch:>5}" + "".join(f"{figure or 0:>9.3f}" for figure in figures), flush=True)
+            print(f"{row['shape']:>12} {batch:>5}" + "".join(f"{figure or 0:>9.3f}" for figure in figures), flush=True)
         engine.device.close()
     if options.json:
         save(options.json, "gpu_decode", rows)

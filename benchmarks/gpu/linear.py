@@ -18,6 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,8 @@ import numpy as np
 
 from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
 from toolkit.kernels_templates.catalog import Axis, KernelSpec, ParamValue
-from toolkit.kernels_templates.cuda.choose import choose_linear
+from toolkit.kernels_templates.cuda.choose import choose_linear, quantized_kernel
+from toolkit.kernels_templates.cuda.linear import quantized_stage, quantized_turns
 from toolkit.kernels_templates.packing import layout_bytes, panel_encoding
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
@@ -79,13 +81,22 @@ def kernel_of(layer: Layer, family: str, sizes: Mapping[str, ParamValue]) -> Ker
 def chosen(layer: Layer, rows: int, encoding: str) -> KernelSpec:
     """What lowering takes."""
     family, sizes = choose_linear(
-        rows, columns=layer.columns, inner=layer.inner, real="bfloat16", encoding=encoding, gated=layer.gated
+        rows,
+        columns=layer.columns,
+        inner=layer.inner,
+        real="bfloat16",
+        encoding=encoding,
+        gated=layer.gated,
+        narrow=True,
     )
     return kernel_of(layer, family, sizes)
 
 
-def candidates(layer: Layer, rows: int) -> Iterator[KernelSpec]:
+def candidates(layer: Layer, rows: int, encoding: str) -> Iterator[KernelSpec]:
     """Every sensible tile."""
+    if panel_encoding(encoding).kind == "affine":
+        yield from quantized_candidates(layer, rows, encoding)
+        return
     fit = next((size for size in (8, 16, 32, 64, 128, 256) if rows <= size), 256)
     for tile_rows in {fit, min(fit, 128)} if rows <= 256 else {128}:
         few = tile_rows < 64
@@ -112,6 +123,37 @@ def candidates(layer: Layer, rows: int) -> Iterator[KernelSpec]:
                             sizes: dict[str, ParamValue] = {"tile_rows": tile_rows, "tile_columns": columns}
                             sizes |= {"split": split, "stages": stages, "depth": depth}
                             yield kernel_of(layer, "linear_skinny" if few else "linear_tiled", sizes)
+
+
+def quantized_candidates(layer: Layer, rows: int, encoding: str) -> Iterator[KernelSpec]:
+    """Every sensible tile for affine weights."""
+    family, own = quantized_kernel(
+        rows, layer.columns, layer.inner, "bfloat16", encoding, gated=layer.gated, narrow=True
+    )
+    tile_rows = int(own["tile_rows"])
+    tiles = -(-rows // tile_rows)
+    for cluster, width in product((1, 2, 4), range(32 if layer.gated else 16, 257, 32 if layer.gated else 16)):
+        blocks = -(-layer.columns // width) * cluster * tiles
+        rounds = -(-blocks // MULTIPROCESSORS)
+        if layer.inner // cluster < 1024 or (cluster > 1 and rounds > 2):
+            continue
+        if blocks < (0.9 if tile_rows <= 32 else 0.7) * rounds * MULTIPROCESSORS and width not in {64, 128}:
+            continue
+        if blocks < 0.9 * MULTIPROCESSORS or (tile_rows > 32 and width % 64):
+            continue
+        if rounds > 2 and width not in {64, 128, 192, 256}:
+            continue
+        for depth, budget, groups in product((128, 256, 512), (74_000, 108_000, 220_000), (2, 3, 4)):
+            sizes = {**own, "cluster": cluster, "width": width, "depth": depth, "warpgroups": groups, "stages": 1}
+            turns = quantized_turns(width, groups)
+            stage = quantized_stage({**sizes, "gated": layer.gated}) + 16
+            most = -(-layer.inner // depth // cluster) + turns - 1
+            stages = min(budget // stage, most) // turns * turns
+            narrow = tile_rows == 128 and width > 64 * (groups // turns)  # too few registers
+            if narrow or (depth == 128 and "narrow" in own) or stages < max(2, turns):
+                continue
+            if budget < 100_000 or stages < most or budget > 200_000:
+                yield kernel_of(layer, family, {**sizes, "stages": stages})
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -192,7 +234,7 @@ def launcher(gpu: Gpu, spec: KernelSpec, values: Mapping[str, int]) -> Callable[
     for arg in arguments(family, spec):
         if arg.name in tiles:
             tile = tiles[arg.name]
-            cells.append(tensor_map(values[arg.name], values[tile.rows], values[tile.columns], tile.box))
+            cells.append(tensor_map(values[arg.name], values[tile.rows], values[tile.columns], tile))
         else:
             cells.append((ctypes.c_int32 if arg.ctype == "int32_t" else ctypes.c_uint64)(values[arg.name]))
     addresses = [cell.getPtr() if hasattr(cell, "getPtr") else ctypes.addressof(cell) for cell in cells]
@@ -225,7 +267,7 @@ def blocks(axis: Axis, values: Mapping[str, int]) -> int:
 def weight_bytes(layer: Layer, encoding: str) -> int:
     """Of the weight as packed."""
     found = panel_encoding(encoding)
-    return layout_bytes("panel16" if found.kind == "affine" else "rows", found, (layer.columns, layer.inner))
+    return layout_bytes("operand16" if found.kind == "affine" else "rows", found, (layer.columns, layer.inner))
 
 
 def copies(layer: Layer, encoding: str) -> int:
@@ -248,7 +290,7 @@ def floor(layer: Layer, rows: int, encoding: str) -> float:
 def measure(gpu: Gpu, layer: Layer, rows: int, spec: KernelSpec, encoding: str) -> float:
     """Microseconds a launch."""
     size = weight_bytes(layer, encoding)
-    values = {"rows": rows, "N": layer.columns, "K": layer.inner, "x": gpu.x, "out": gpu.out}
+    values = {"rows": rows, "N": layer.columns, "K": layer.inner, "x": gpu.x, "x_scale": gpu.x, "out": gpu.out}
     launches = [
         launcher(gpu, spec, {**values, "weight": gpu.weights + i * size}) for i in range(count(layer, rows, encoding))
     ]
@@ -285,7 +327,10 @@ def cublas(layer: Layer, rows: int) -> float | None:
 
 def report(layer: Layer, rows: int, spec: KernelSpec, microseconds: float, encoding: str) -> dict[str, Any]:
     """One line of the results."""
-    tile = {name: spec.params.get(name) for name in ("tile_rows", "tile_columns", "split", "stages", "depth")}
+    tile = {
+        name: spec.params.get(name)
+        for name in (*("tile_rows", "tile_columns", "split", "stages", "depth", "width", "cluster", "warpgroups"),)
+    }
     seconds = microseconds * 1e-6
     return {
         "model": layer.model,
@@ -315,7 +360,11 @@ def main() -> None:
     gpu = None if options.compile else Gpu()
     for layer in (layer for layer in LAYERS if layer.model in options.models):
         for rows in options.rows:
-            specs = list(candidates(layer, rows)) if options.sweep else [chosen(layer, rows, options.encoding)]
+            specs = (
+                list(candidates(layer, rows, options.encoding))
+                if options.sweep
+                else [chosen(layer, rows, options.encoding)]
+            )
             if gpu is None:
                 for spec in specs:
                     compile_kernel(spec, "sm90")

@@ -308,7 +308,15 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
         spilled=compiled.spilled,
         pdl=arch == "sm90" and "depend();" in render_cuda(kernel, arch),
         maps=tuple(
-            TensorMap(names.index(name), names.index(each.rows), names.index(each.columns), each.box)
+            TensorMap(
+                argument=names.index(name),
+                rows=names.index(each.rows),
+                columns=names.index(each.columns),
+                box=each.box,
+                depth=each.depth,
+                block=each.block,
+                bytes=each.bytes,
+            )
             for name, each in tiles.items()
         ),
     )

@@ -73,8 +73,8 @@ EMBEDDING = Family(
     ),
     ops=("embedding",),
     doc="out[T, W] = scale * weight[ids[T]]; an id outside [0, V) gives NaN. Floats lie in `rows`, affine "
-    "weights in `panel16`.",
-    layouts=("rows", "panel16"),
+    "weights in `operand16`.",
+    layouts=("rows", "operand16"),
     grid=blocks("T"),
 )
 

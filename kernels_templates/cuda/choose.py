@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 from ..catalog import ParamValue
-from ..packing import panel_encoding
+from ..packing import block_columns, panel_encoding
+from .linear import quantized_stage, quantized_turns
 
 _SAME = {"float16": "f16", "bfloat16": "bf16"}
 """The encoding that tensor cores multiply activations of a type with."""
@@ -20,13 +22,15 @@ _Tile = tuple[int, int, int, int]
 
 
 def choose_linear(
-    rows: int, *, columns: int, inner: int, real: str, encoding: str, gated: bool
+    rows: int, *, columns: int, inner: int, real: str, encoding: str, gated: bool, narrow: bool = False
 ) -> tuple[str, dict[str, ParamValue]]:
     """The family for up to `rows` rows of activations (of type `real`) and a weight [columns, inner] in `encoding`, and
     the parameters that its sizes decide, `real` included; the layer's own (bias, epilogue, extras, gated) are not.
+
+    `narrow` says that tensor cores can multiply 8-bit floats, so that activations may be rounded to them.
     """
     if real in _SAME and panel_encoding(encoding).kind == "affine":
-        return _quantized(rows, columns, real, encoding)
+        return quantized_kernel(rows, columns, inner, real, encoding, gated=gated, narrow=narrow)
     if _SAME.get(real) != encoding or inner % 8:
         return "linear_exact", {"real": real, "encoding": encoding}
     tile_rows = _tile_rows(rows)
@@ -41,7 +45,7 @@ def choose_linear(
 
 
 def other_linear(
-    rows: int, family: str, params: Mapping[str, ParamValue], *, columns: int, inner: int
+    rows: int, family: str, params: Mapping[str, ParamValue], *, columns: int, inner: int, gated: bool
 ) -> list[tuple[str, dict[str, ParamValue]]]:
     """Choices besides what `choose_linear` chose, the most promising first: what `toolkit tune` measures.
 
@@ -52,10 +56,8 @@ def other_linear(
         tiles = [_ring(rows, inner, tile) for tile in _few_tiles(columns, inner)]
     elif family == "linear_tiled":
         tiles = [_ring(rows, inner, tile) for tile in _many_tiles(rows, columns, inner)]
-    elif family == "linear_skinny_quantized":
-        tiles = [{"panels": panels} for panels in (1, 2)]
-    elif family == "linear_tiled_quantized":
-        tiles = [{"tile_columns": size, "split": 256 // size} for size in (64, 128, 256)]
+    elif family != "linear_exact":
+        tiles = list(_quantized_tiles(columns, inner, {**params, "gated": gated}))
     found = [(family, {**params, **tile}) for tile in tiles]
     return [each for index, each in enumerate(found) if each[1] != params and each not in found[:index]]
 
@@ -73,17 +75,72 @@ def _tile_rows(rows: int) -> int:
     return next((size for size in (8, 16, 32, 64) if rows <= size), 128)
 
 
-def _quantized(rows: int, columns: int, real: str, encoding: str) -> tuple[str, dict[str, ParamValue]]:
+def quantized_kernel(
+    rows: int, columns: int, inner: int, real: str, encoding: str, *, gated: bool, narrow: bool = False
+) -> tuple[str, dict[str, ParamValue]]:
     """For affine weights. Warps with two panels read activations half as often, where one is no longer little;
     tiles read them once for many panels, but need enough columns to keep every multiprocessor busy."""
-    own: dict[str, ParamValue] = {"real": real, "encoding": encoding}
     tile_rows = _tile_rows(rows)
+    own: dict[str, ParamValue] = {"real": real, "encoding": encoding, "tile_rows": tile_rows}
+    if narrow and rows > 32 and panel_encoding(encoding).levels == "e4m3":
+        own["narrow"] = True
+        return "linear_float8", own | _quantized_hopper(rows, columns, inner, own, gated=gated)
+    own |= _quantized_hopper(rows, columns, inner, own, gated=gated)
     enough = [size for size in (256, 128) if 5 * _up(rows, 128) * _up(columns, size) >= 4 * _MULTIPROCESSORS]
     if rows <= 16 or (rows <= 32 and 256 not in enough):
-        return "linear_skinny_quantized", {**own, "tile_rows": tile_rows, "panels": 2 if rows > 8 else 1}
+        return "linear_skinny_quantized", {**own, "panels": 2 if rows > 8 else 1}
     tile_columns = enough[0] if enough else 64
-    sizes: dict[str, ParamValue] = {"tile_rows": tile_rows, "tile_columns": tile_columns, "split": 256 // tile_columns}
-    return "linear_tiled_quantized", {**own, **sizes}
+    return "linear_tiled_quantized", {**own, "tile_columns": tile_columns, "split": 256 // tile_columns}
+
+
+def _quantized_hopper(
+    rows: int, columns: int, inner: int, own: Mapping[str, ParamValue], *, gated: bool
+) -> dict[str, ParamValue]:
+    """The tile of sm90: every multiprocessor reads as much of the weight, in whole products of 64 columns."""
+    unit, tile_rows, depth = 32 if gated else 16, int(own["tile_rows"]), 256
+    if tile_rows > 32:
+        many = _up(rows, tile_rows) * _up(columns, 128) >= 96
+        width, cluster, shared = 128 if many else 64, 1 if many or inner < 2048 else 2, 220_000
+        if tile_rows == 128 and not many and "narrow" not in own:
+            depth = max(128, block_columns(panel_encoding(str(own["encoding"]))))
+    else:
+        shares = {c: _up(columns * c, unit * _MULTIPROCESSORS) * unit for c in (1, 2)}  # in one round
+        cluster = 1 if shares[1] >= 48 or inner < 2048 else 2
+        width, shared = shares[cluster], 108_000
+        if width > (256 if tile_rows == 8 else 64 * cluster):
+            width = 128 if tile_rows > 8 else 64
+    sizes: dict[str, ParamValue] = {"width": width, "cluster": cluster, "warpgroups": 2, "depth": depth}
+    return {**sizes, "stages": _quantized_stages({**own, **sizes, "gated": gated}, inner, shared)}
+
+
+def _quantized_tiles(columns: int, inner: int, own: Mapping[str, ParamValue]) -> Iterator[dict[str, ParamValue]]:
+    """Tiles of sm90 besides the chosen one that give each multiprocessor a block, or several, and for all others what
+    their kernels leave open."""
+    few = int(own["tile_rows"]) <= 32
+    shapes = [(int(own["width"]), int(own["cluster"])), (64, 2), (128, 1), (48, 1), (96, 2), (64, 1)]
+    for groups, (width, cluster) in product((2, 3, 4) if few else (2,), shapes):
+        sizes: dict[str, ParamValue] = {"width": width, "cluster": cluster, "warpgroups": groups}
+        blocks = _up(columns, width) * cluster
+        if width % (32 if own["gated"] else 16) or blocks < 96 or inner < 1024 * cluster:
+            continue
+        if cluster > 1 and blocks > 2 * _MULTIPROCESSORS:
+            continue
+        sizes["stages"] = _quantized_stages({**own, **sizes}, inner, 108_000 if few else 220_000)
+        if int(sizes["stages"]) * (quantized_stage({**own, **sizes}) + 16) < 230_000:
+            yield sizes
+    if "panels" in own:
+        for panels in (1, 2):
+            yield {"panels": panels}
+    if "tile_columns" in own:
+        for size in (64, 128, 256):
+            yield {"tile_columns": size, "split": 256 // size}
+
+
+def _quantized_stages(sizes: Mapping[str, ParamValue], inner: int, shared: int) -> int:
+    """As many as fit and are of use: two for each turn, and as many for each."""
+    turns = quantized_turns(int(sizes["width"]), int(sizes["warpgroups"]))
+    most = min(_up(inner, int(sizes["depth"]) * int(sizes["cluster"])), max(4, 2 * turns))
+    return max(turns, 2 // turns * turns, min(most, shared // (quantized_stage(sizes) + 16)) // turns * turns)
 
 
 def _few(columns: int, inner: int, tile_rows: int) -> _Tile:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..catalog import BOOLS, ArgSpec, Axis, Family, Grid, ParamValue, Tiles, Variant, float_arg
-from ..packing import PANEL, panel_encoding, panel_encodings
+from ..packing import PANEL, block_columns, block_offsets, panel_encoding, panel_encodings
 from .basic import REALS, out_arg, weight_arg
 
 _EXTRA = ("", "t", "n")
@@ -132,16 +132,24 @@ EXACT = Family(
     params={"real": REALS, "encoding": panel_encodings(), **_COMMON},
     args=_ARGS,
     ops=("linear",),
-    doc=_DOC + " Affine weights are in the layout `panel16`.",
-    layouts=("rows", "panel16"),
+    doc=_DOC + " Affine weights are in the layout `operand16`.",
+    layouts=("rows", "operand16"),
     grid=_exact,
 )
 
 _QUANTIZED: Mapping[str, tuple[ParamValue, ...]] = {
     "real": ("float16", "bfloat16"),
     "encoding": tuple(name for name in panel_encodings() if panel_encoding(name).kind == "affine"),
+    "width": tuple(range(16, 257, 16)),
+    "cluster": (1, 2, 4, 8),
+    "warpgroups": (1, 2, 3, 4),
+    "depth": (128, 256, 512),
+    "stages": tuple(range(1, 33)),
 }
-_QUANTIZED_DOC = _DOC.replace("row by row", "affine, in the layout `panel16`") + " Halves have whole panels of columns."
+"""What `width` and the others after it say is for sm90: see its template."""
+_QUANTIZED_DOC = (
+    _DOC.replace("row by row", "affine, in the layout `operand16`") + " Halves have whole panels of columns."
+)
 
 
 def _skinny_quantized(params: Mapping[str, ParamValue]) -> Grid:
@@ -151,8 +159,51 @@ def _skinny_quantized(params: Mapping[str, ParamValue]) -> Grid:
 def _tiled_quantized(params: Mapping[str, ParamValue]) -> Grid:
     rows, columns, split = (int(params[name]) for name in ("tile_rows", "tile_columns", "split"))
     stages = 4 if rows * split <= 256 else 2
-    shared = max(stages * split * rows * 96, (split - 1) * rows * columns * 4)
+    shared = max(stages * split * rows * 80, (split - 1) * rows * columns * 4)
     return Grid(columns * split, Axis(("N",), columns), Axis(("rows",), rows), shared=shared)
+
+
+def quantized_stage(params: Mapping[str, ParamValue]) -> int:
+    """Bytes of a stage of sm90's kernel: x, and the panels' blocks, by halves."""
+    encoding, depth, halves = panel_encoding(str(params["encoding"])), int(params["depth"]), 1 + bool(params["gated"])
+    run = depth // block_columns(encoding) * block_offsets(encoding)["bytes"]
+    half = -(-int(params["width"]) // PANEL // halves * run // 128) * 128
+    return int(params["tile_rows"]) * (1 if "narrow" in params else 2) * depth + halves * half
+
+
+def quantized_turns(width: int, groups: int) -> int:
+    """In how many parts of K warpgroups of sm90's kernel take turns; they share the columns otherwise."""
+    if width > 64 * (groups - 1):
+        return 1
+    return 2 if groups == 4 and width > 64 else groups
+
+
+def _wgmma_quantized(params: Mapping[str, ParamValue]) -> Grid:
+    rows, width, groups, split = (int(params[name]) for name in ("tile_rows", "width", "warpgroups", "cluster"))
+    stages = int(params["stages"]) * (quantized_stage(params) + 16)
+    sums = quantized_turns(width, groups) * rows * (width + 4) * 4
+    return Grid(
+        threads=128 * groups + 32,
+        x=Axis(("N",), width),
+        y=Axis(("rows",), rows),
+        z=Axis(times=split),
+        shared=max(stages, sums) + 1024,
+        cluster=split,
+    )
+
+
+def _quantized_tiles(params: Mapping[str, ParamValue]) -> Mapping[str, Tiles]:
+    encoding, depth, halves = panel_encoding(str(params["encoding"])), int(params["depth"]), 1 + bool(params["gated"])
+    columns, at = block_columns(encoding), block_offsets(encoding)
+    narrow = "narrow" in params
+    block = PANEL, columns, at["bytes"] // at["part"], at["part"]
+    return {
+        "x": Tiles("rows", "K", int(params["tile_rows"]), depth // (128 if narrow else 64), bytes=1 if narrow else 2),
+        "weight": Tiles("N", "K", int(params["width"]) // PANEL // halves, depth // columns, block),
+    }
+
+
+_WGMMA_QUANTIZED = Variant("cuda/linear_wgmma_quantized.cu.j2", _wgmma_quantized, _quantized_tiles)
 
 
 SKINNY_QUANTIZED = Family(
@@ -162,8 +213,9 @@ SKINNY_QUANTIZED = Family(
     args=_ARGS,
     ops=("linear",),
     doc=_QUANTIZED_DOC + " At most `tile_rows` rows; a warp has `panels` panels.",
-    layouts=("panel16",),
+    layouts=("operand16",),
     grid=_skinny_quantized,
+    hopper=_WGMMA_QUANTIZED,
 )
 
 TILED_QUANTIZED = Family(
@@ -179,8 +231,47 @@ TILED_QUANTIZED = Family(
     args=_ARGS,
     ops=("linear",),
     doc=_QUANTIZED_DOC + " `split` warps share K.",
-    layouts=("panel16",),
+    layouts=("operand16",),
     grid=_tiled_quantized,
+    hopper=_WGMMA_QUANTIZED,
 )
 
-FAMILIES: tuple[Family, ...] = (SKINNY, TILED, SKINNY_QUANTIZED, TILED_QUANTIZED, EXACT)
+FLOAT8 = Family(
+    name="linear_float8",
+    template="cuda/linear_exact.cu.j2",
+    params={
+        **_QUANTIZED,
+        "tile_rows": (64, 128),
+        "depth": (256, 512),
+        "encoding": tuple(name for name in panel_encodings() if panel_encoding(name).levels == "e4m3"),
+        "narrow": (True,),
+        **_COMMON,
+    },
+    args=(
+        ArgSpec("x", "const uint8_t *", "in"),
+        ArgSpec("x_scale", "const float *", "in"),
+        *_ARGS[1:],
+    ),
+    ops=("linear",),
+    doc=_QUANTIZED_DOC + " x is what `quantize_float8` makes.",
+    layouts=("operand16",),
+    grid=_exact,
+    hopper=_WGMMA_QUANTIZED,
+)
+
+QUANTIZE = Family(
+    name="quantize_float8",
+    template="cuda/quantize_float8.cu.j2",
+    params={"real": REALS},
+    args=(
+        ArgSpec("x", "const real *", "in"),
+        *(ArgSpec("x8", "uint8_t *", "out"), ArgSpec("x_scale", "float *", "out")),
+        *(ArgSpec("rows", "int32_t", "dim"), ArgSpec("K", "int32_t", "const")),
+    ),
+    ops=(),
+    doc="8-bit floats (E4M3) for rows of x [rows, K] with a scale each, max|x| / 448; every 16 columns in the order of "
+    "`operand16`. K is a multiple of 16.",
+    grid=lambda params: Grid(512, Axis(("rows",))),
+)
+
+FAMILIES: tuple[Family, ...] = (SKINNY, TILED, SKINNY_QUANTIZED, TILED_QUANTIZED, FLOAT8, QUANTIZE, EXACT)

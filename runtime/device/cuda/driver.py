@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,24 +42,50 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def tensor_map(address: int, rows: int, columns: int, box: int) -> Any:
-    """A descriptor of 16-bit numbers [rows, columns], read in tiles of `box` rows by 64 columns: see `plan.TensorMap`.
+class Tile(Protocol):
+    """How a kernel reads a matrix: see `plan.TensorMap`."""
 
-    Raises DriverError.
-    """
+    @property
+    def box(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def block(self) -> tuple[int, int, int, int] | None: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def tensor_map(address: int, rows: int, columns: int, tile: Tile) -> Any:
+    """A descriptor of a matrix [rows, columns] that is read in tiles. Raises DriverError."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    kinds, swizzles = bindings().CUtensorMapDataType, bindings().CUtensorMapSwizzle
+    if tile.block is not None:
+        height, width, parts, part = tile.block
+        count = columns // width * parts  # in a panel
+        shape, strides = (part // 8, count, -(-rows // height)), (part, count * part)
+        box, kind, swizzle = (part // 8, tile.depth * parts, tile.box), kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT64, "NONE"
+    elif tile.depth > 1:
+        columns = columns * tile.bytes // 2
+        shape, strides = (64, rows, -(-columns // 64)), (2 * columns, 128)
+        box, kind, swizzle = (64, tile.box, tile.depth), kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16, "128B"
+    else:
+        shape, strides, box = (columns, rows), (2 * columns,), (64, tile.box)
+        kind, swizzle = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT16, "128B"
     driver = bindings()
     numbers, sizes = driver.cuuint64_t, driver.cuuint32_t
     return call(
         driver.cuTensorMapEncodeTiled,
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        2,
+        kind,
+        len(shape),
         address,
-        [numbers(columns), numbers(rows)],
-        [numbers(2 * columns)],
-        [sizes(64), sizes(box)],
-        [sizes(1), sizes(1)],
+        [numbers(size) for size in shape],
+        [numbers(size) for size in strides],
+        [sizes(size) for size in box],
+        [sizes(1) for _ in shape],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

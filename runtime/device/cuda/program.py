@@ -94,7 +94,7 @@ class Program:
         """Make an argument a tensor map, for the number of rows that is set."""
         at = start + each.argument
         address, rows, columns = (int(self._cells[cell]) for cell in (at, start + each.rows, start + each.columns))
-        found = tensor_map(address, rows, columns, each.box)
+        found = tensor_map(address, rows, columns, each)
         self._pointers[at] = found.getPtr()
         return found
 

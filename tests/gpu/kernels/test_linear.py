@@ -28,24 +28,32 @@ Shape = tuple[int, int, int]
 def case(family: str, real: str, shape: Shape, gated: bool, **params: ParamValue) -> None:
     """Run one layer with a float weight and compare."""
     weight = random(2, *shape[1:], real=real, scale=shape[2] ** -0.5)
-    compare(family, real, shape, gated, (weight.view(np.uint8), value(weight, real)), **params)
+    given = operands(real, shape, (weight.view(np.uint8), value(weight, real)))
+    compare(family, real, shape, gated, given, **params)
 
 
-def compare(
-    family: str, real: str, shape: Shape, gated: bool, weight: tuple[Array, Array], **params: ParamValue
-) -> None:
-    """Run one layer with a bias and an epilogue over two extras, and compare. A weight is its bytes and its numbers."""
+Operands = tuple[dict[str, Array], Array, Array]
+"""The arguments that a kernel reads x and the weight from, and their numbers."""
+
+
+def operands(real: str, shape: Shape, weight: tuple[Array, Array]) -> Operands:
+    """Random x in `real`, and a weight given by its bytes and its numbers."""
+    x = random(1, shape[0], shape[2], real=real)
+    return {"x": x, "weight": weight[0]}, value(x, real), weight[1]
+
+
+def compare(family: str, real: str, shape: Shape, gated: bool, given: Operands, **params: ParamValue) -> None:
+    """Run one layer with a bias and an epilogue over two extras, and compare."""
     rows, columns, inner = shape
-    x = random(1, rows, inner, real=real)
     results = columns // 2 if gated else columns
     bias, full, row = random(3, columns), random(4, rows, results, real=real), random(5, results, real=real)
     epilogue = "(add (mul (silu in0) in1) (mul in2 in3))" if gated else "(add (mul (silu in0) in1) in2)"
     common: dict[str, ParamValue] = {"real": real, "has_bias": True, "epilogue": epilogue, "gated": gated}
     common |= {"extra1": "t", "extra2": "n", "extra3": "", "extra4": ""}
-    arrays: dict[str, Any] = {"x": x, "weight": weight[0], "bias": bias, "extra1": full, "extra2": row}
+    arrays: dict[str, Any] = {**given[0], "bias": bias, "extra1": full, "extra2": row}
     out = store(np.zeros((rows, results)), real)
     found = run(family, common | params, **arrays, out=out, rows=rows, N=columns, K=inner)["out"]
-    product = value(x, real) @ weight[1].T + bias
+    product = given[1] @ given[2].T + bias
     first, second = value(full, real), value(row, real)
     if gated:
         expected = silu(product[:, :results]) * product[:, results:] + first * second
@@ -148,5 +156,5 @@ def test_what_tuning_chooses_from(rows: int, shape: tuple[int, int]) -> None:
     columns, inner = shape
     family, params = choose_linear(rows, columns=columns, inner=inner, real="bfloat16", encoding="bf16", gated=False)
     norms = {"norm_in": False, "norm_out": False} if family == "linear_skinny" else {}
-    for other, own in other_linear(rows, family, params, columns=columns, inner=inner)[:5]:
+    for other, own in other_linear(rows, family, params, columns=columns, inner=inner, gated=False)[:5]:
         case(other, "bfloat16", (rows, *shape), False, **{k: v for k, v in own.items() if k != "real"}, **norms)

@@ -22,8 +22,9 @@ from toolkit.kernels_templates.registry import CUDA_FAMILIES, FAMILIES
 from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.encodings import BFLOAT16, FLOAT32, Q4_1, Q8_0, Encoding
 from toolkit.runtime.errors import UserError
-from toolkit.runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType, WeightArg
+from toolkit.runtime.plan import ArchName, CacheArg, ConstArg, DimArg, InputArg, KvDType, WeightArg
 
+FLOAT8 = Encoding("affine", 8, 32, scale="float32", levels="e4m3")
 BOUNDS = Bounds(max_tokens=32, max_sequences=4, max_rows=8, max_context=64)
 T, R = Sym("T", 32), Sym("R", 8)
 H, HEADS, KV_HEADS, D, F, V = 64, 4, 2, 32, 96, 128
@@ -440,3 +441,20 @@ def test_alternatives_take_the_arguments_of_what_they_replace() -> None:
                 assert [each.name for each in arguments(CUDA_FAMILIES[spec.family], spec)] == names
     for program in make_programs(graph, target, BOUNDS, "bfloat16", dtype="bfloat16"):
         assert not program.bucket.alternatives
+
+
+def test_8_bit_floats_meet_rounded_activations_in_large_steps_on_sm90_alone() -> None:
+    graph, bounds = llama(FLOAT8), replace(BOUNDS, max_sequences=64, max_tokens=64)
+    targets: list[tuple[list[ArchName], set[bool]]] = [(["sm90"], {False, True}), (["sm80", "sm90"], {False})]
+    for archs, expected in targets:
+        found = set()
+        for program in make_programs(graph, cuda_target(archs), bounds, "bfloat16", dtype="bfloat16"):
+            calls = [call.kernel.family for call in program.lowered.calls]
+            narrow = "linear_float8" in calls
+            found.add(narrow)
+            assert narrow == ("quantize_float8" in calls)
+            if narrow:  # linear layers of a value share what it is rounded to
+                assert calls.count("quantize_float8") <= calls.count("linear_float8")
+        assert found == expected
+    with pytest.raises(UserError, match="8-bit floats, which CPUs have no kernel for: --quant int8 has"):
+        lower(graph, CPU, BOUNDS, "float32")

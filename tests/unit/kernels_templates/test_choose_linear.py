@@ -47,6 +47,18 @@ def test_tensor_cores_for_quantized_weights(rows: int, columns: int, inner: int,
 
 
 @pytest.mark.parametrize("rows", [1, 32, 33, 256, 8192])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_activations_are_rounded_where_tensor_cores_multiply_8_bit_floats(rows: int, narrow: bool) -> None:
+    sizes = {"columns": 4096, "inner": 14336, "real": "bfloat16", "encoding": "e4m3g128w", "gated": False}
+    name, params = choose_linear(rows, narrow=narrow, **sizes)  # type: ignore[arg-type]
+    assert (name == "linear_float8") == (narrow and rows > 32)
+    for key, value in params.items():
+        assert value in CUDA_FAMILIES[name].params[key]
+    grid = CUDA_FAMILIES[name].variant("sm90").grid(params | {"gated": False})
+    assert grid.shared <= SHARED_LIMITS["sm90"]
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33, 256, 8192])
 @pytest.mark.parametrize(("columns", "inner"), [(28672, 4096), (4096, 14336), (96, 64)])
 @pytest.mark.parametrize("encoding", ["bf16", "a4g128m"])
 @pytest.mark.parametrize("gated", [False, True])
@@ -54,7 +66,7 @@ def test_alternatives_are_other_kernels_that_a_gpu_can_launch(
     rows: int, columns: int, inner: int, encoding: str, gated: bool
 ) -> None:
     chosen = choose_linear(rows, columns=columns, inner=inner, real="bfloat16", encoding=encoding, gated=gated)
-    others = other_linear(rows, *chosen, columns=columns, inner=inner)
+    others = other_linear(rows, *chosen, columns=columns, inner=inner, gated=gated)
     assert others
     assert chosen not in others
     assert len({str(params) for _, params in others}) == len(others)

@@ -26,6 +26,7 @@ AFFINE = tuple(
     for scale in ("float16", "float32")
     for minimum in (False, True)
 )
+FLOAT8 = Encoding("affine", 8, 128, scale="float32", levels="e4m3")
 GGUF = (
     encodings.Q2_K,
     encodings.Q3_K,
@@ -91,6 +92,21 @@ def test_panel16_returns_what_it_was_given(encoding: Encoding, rows: int, wholes
     data = pack("panel16", array)
     assert data.nbytes == layout_bytes("panel16", encoding, array.shape)
     assert_equal(unpack("panel16", encoding, array.shape, data), array)
+
+
+@given(st.sampled_from((*AFFINE, *GGUF, FLOAT8)), st.integers(1, 50), st.integers(1, 3), st.integers(0, 999))
+def test_operand16_returns_what_it_was_given(encoding: Encoding, rows: int, wholes: int, seed: int) -> None:
+    array = random_array(encoding, rows, wholes * max(encoding.unit, 32), seed)
+    data = pack("operand16", array)
+    assert data.nbytes == layout_bytes("operand16", encoding, array.shape)
+    assert_equal(unpack("operand16", encoding, array.shape, data), array)
+
+
+def test_operand16_words_are_what_a_lane_multiplies() -> None:
+    codes = np.tile(np.arange(32, dtype=np.int8), (16, 1))
+    packed = pack("operand16", EncodedArray(encodings.INT8, codes, np.ones((16, 1), np.float16)))
+    words = packed[-16 * 32 :].reshape(8, 16, 4)
+    assert words[:, 3].tolist() == [[16 * h + k + 2 * t for k in (0, 1, 8, 9)] for h in (0, 1) for t in range(4)]
 
 
 @given(st.sampled_from(FLOATS), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(0, 999))

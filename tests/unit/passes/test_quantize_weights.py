@@ -19,6 +19,7 @@ from toolkit.runtime.errors import UserError
 
 Make = Callable[..., Any]
 INT4_G64 = Encoding("affine", bits=4, group=64, zero=8)
+FLOAT8_G64 = Encoding("affine", bits=8, group=64, scale="float32", levels="e4m3")
 
 
 def encodings(graph: Graph, quantization: Quantization) -> dict[str, Encoding | None]:
@@ -41,6 +42,7 @@ def recipe(folder: Path, text: str) -> Quantization:
         ("fp16", FLOAT16, FLOAT16),
         ("bf16", BFLOAT16, BFLOAT16),
         ("int8", INT8, INT8),
+        ("fp8", FLOAT8_G64, FLOAT8_G64),
         ("int4", INT4, INT8),
         ("int4-asym", Q4_1, INT8),
         ("int4-g64", INT4_G64, INT8),
