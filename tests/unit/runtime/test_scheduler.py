@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -174,3 +176,39 @@ def test_limits_that_cannot_hold_a_token_a_sequence_are_our_fault() -> None:
         make_scheduler(limits=Limits(2, 4, 8))
     with pytest.raises(InternalError):
         make_scheduler(limits=Limits(16, 4, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    long=st.tuples(st.integers(20, 40), st.integers(1, 20)),
+    short=st.lists(st.tuples(st.integers(2, 6), st.integers(1, 3)), min_size=1, max_size=60),
+    before=st.integers(0, 20),
+    each_step=st.integers(1, 4),
+    pages=st.sampled_from([16, 20, 100]),
+)
+def test_a_long_request_is_not_overtaken_by_a_stream_of_short_ones(
+    long: tuple[int, int], short: list[tuple[int, int]], before: int, each_step: int, pages: int
+) -> None:
+    """Requests of one priority start in order of arrival, and the oldest that is open advances in every step."""
+    scheduler = make_scheduler(pages)
+    arrivals = [*short[:before], long, *short[before:]]
+    sequences = [
+        make_sequence(number, distinct(number, length), outputs=outputs)
+        for number, (length, outputs) in enumerate(arrivals)
+    ]
+    started: list[int] = []
+    coming = iter(sequences)
+    while True:
+        for sequence in islice(coming, each_step):
+            scheduler.add(sequence)
+        opened = [*scheduler.running, *scheduler.waiting]
+        if not opened:
+            break
+        chunks = scheduler.schedule()
+        oldest = min(opened, key=lambda sequence: sequence.order)
+        assert oldest in [chunk.sequence for chunk in chunks]
+        for number in (chunk.sequence.order[1] for chunk in chunks):
+            if number not in started:
+                started.append(number)
+        execute(scheduler, chunks)
+    assert started == list(range(len(arrivals)))

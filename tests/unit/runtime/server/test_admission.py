@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from itertools import cycle
 from typing import Any
 
 import httpx
@@ -111,5 +113,25 @@ def test_times_that_are_none_are_refused(value: str) -> None:
             "/v1/completions", json=PROMPT, headers={"x-request-timeout": value}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout")
+
+    serve(test)
+
+
+def test_jumps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock is set a year forth and back between any two readings: nothing ends early, late or unhealthy."""
+    monkeypatch.setattr("toolkit.runtime.server.service.HEARTBEAT_SECONDS", 0.01)
+    now, year = time.time(), 365 * 24 * 3600.0
+    jumps = cycle([now, now + year, now - year])
+    monkeypatch.setattr(time, "time", lambda: next(jumps))
+
+    async def test(server: Server) -> None:
+        answer = await server.client.post("/v1/completions", json=PROMPT, headers={"x-request-timeout": "15"})
+        assert answer.json()["choices"][0]["text"] == REPLY
+        await asyncio.sleep(0.05)
+        assert (await server.client.get("/health")).status_code == 200
+        server.engine.stall_after = 1
+        began = time.monotonic()
+        assert (await server.client.post("/v1/completions", json=PROMPT, headers=DEADLINE)).status_code == 504
+        assert 0.05 <= time.monotonic() - began < 5
 
     serve(test)
