@@ -123,7 +123,7 @@ def test_launches_read_quantized_weights(quant: str, tmp_path: Path) -> None:
     )
     runner = NumpyRunner(plan)
     quantized = [each for each in runner.plan.weights.values() if each.encoding.kind == "affine"]
-    assert {each.layout for each in quantized} == {"panel16"}
+    assert {each.layout for each in quantized} == {"operand16"}
     parameters = dict(model.named_parameters())
     for name, encoding in {source: each.encoding for each in quantized for source in each.sources}.items():
         values = encode(parameters[name].detach().numpy(), encoding).decode()
