@@ -22,7 +22,7 @@ MAX_PROMPTS = 1024
 
 _TOOLS = "only chat calls tools"
 _MEDIA = "this model reads and writes text only"
-_STORE = "the server stores nothing"
+_STORE = "only /v1/responses are stored"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), _MEDIA),
