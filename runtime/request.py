@@ -60,14 +60,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         checks: tuple[tuple[bool, str], ...] = (
             (1 <= self.n <= 128, f"n must be 1 to 128, not {self.n}"),
             (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}"),
-            (self.min_tokens >= 0, f"min_tokens must be at least 0, not {self.min_tokens}"),
+            (0 <= self.min_tokens < 2**63, f"min_tokens must be 0 to 2**63 - 1, not {self.min_tokens}"),
             (
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
                 f"min_tokens must be at most max_tokens, not {self.min_tokens} > {self.max_tokens}",
             ),
             (0.0 <= self.temperature <= 100.0, f"temperature must be 0 to 100, not {self.temperature}"),
             (0.0 < self.top_p <= 1.0, f"top_p must be above 0 and at most 1, not {self.top_p}"),
-            (self.top_k >= -1, f"top_k must be -1, 0 or more, not {self.top_k}"),
+            (-1 <= self.top_k < 2**63, f"top_k must be -1 or 0 to 2**63 - 1, not {self.top_k}"),
             (0.0 <= self.min_p <= 1.0, f"min_p must be 0 to 1, not {self.min_p}"),
             (
                 0.0 < self.repetition_penalty <= 10.0,
@@ -112,6 +112,10 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
     """Requests share prefix pages only with requests of the same salt."""
     arrival: float = 0.0
     """`time.monotonic()` at the front end."""
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.priority < 2**63:  # messages hold no more
+            raise UserError(f"priority must fit in 64 bits, not {self.priority}")
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from unit.runtime.server.fakes import EOS, Server
@@ -472,5 +473,24 @@ def test_bad_words_become_token_ids_and_allowed_ones_are_checked() -> None:
         refused: list[dict[str, Any]] = [{"allowed_token_ids": [5000]}, {"allowed_token_ids": []}, {"bad_words": [""]}]
         for wrong in refused:
             assert (await server.client.post("/v1/completions", json={"prompt": "a"} | wrong)).status_code == 400
+
+    serve(test)
+
+
+@pytest.mark.parametrize("value", [2**64, 10**40, -(2**63) - 1, -(10**40)])
+@pytest.mark.parametrize(
+    "field", ["priority", "top_k", "min_tokens", "max_tokens", "seed", "n", "logprobs", "truncate_prompt_tokens"]
+)
+def test_numbers_too_large_for_the_engine_never_reach_it(field: str, value: int) -> None:
+    """Messages to the engine hold 64 bits: a number beyond them would fail there, with all that is sent beside it."""
+
+    async def test(server: Server) -> None:
+        answer = await server.client.post("/v1/completions", json={"prompt": "a", field: value})
+        commands = server.engine.commands
+        assert (answer.status_code == 400) == (not commands), answer.text
+        assert answer.status_code < 500
+        msgspec.msgpack.encode(commands)
+        sampling = {"token_ids": [65], "sampling_params": {field: value}}
+        assert (await server.client.post("/inference/v1/generate", json=sampling)).status_code == 400
 
     serve(test)
