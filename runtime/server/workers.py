@@ -126,9 +126,10 @@ class Worker:
             self._engine.forget(name)
             self._open.discard(name)
         self.ended.clear()
+        self._receive()  # sending may swallow the signal for what came meanwhile
 
     def _receive(self) -> None:
-        while readable(self._socket):
+        while not self._socket.closed and readable(self._socket):
             for command in self._decoder.decode(self._socket.recv(zmq.NOBLOCK)):
                 self._apply(command)
 
