@@ -337,16 +337,17 @@ async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerato
             async for delta in only:
                 yield 0, delta
         return
-    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue()
+    # Bounded, so that a reader that does not read holds up what it is sent: tokens are merged before this.
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[Delta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait((index, delta))
-            queue.put_nowait((index, None))
+                    await queue.put((index, delta))
+            await queue.put((index, None))
         except Exception as error:
-            queue.put_nowait((index, error))
+            await queue.put((index, error))
 
     tasks = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from itertools import cycle
 from typing import Any
 
@@ -13,6 +15,9 @@ import pytest
 from unit.runtime.server.fakes import Server
 from unit.runtime.server.test_app import CHAT, REPLY, events, post, sdk, serve
 from unit.runtime.server.test_manage import started
+
+from toolkit.runtime.output import Delta
+from toolkit.runtime.server.service import merge
 
 PROMPT = {"prompt": "a"}
 DEADLINE = {"x-request-timeout": "0.05"}
@@ -135,3 +140,27 @@ def test_jumps_of_the_clock_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert 0.05 <= time.monotonic() - began < 5
 
     serve(test)
+
+
+def test_a_reader_that_does_not_read_holds_up_what_it_is_sent() -> None:
+    """Of several outputs at once, too: a few deltas wait for it, not all that the engine makes."""
+
+    async def test() -> None:
+        made = [0] * 4
+
+        async def output(index: int) -> AsyncGenerator[Delta, None]:
+            for _ in range(1000):
+                made[index] += 1
+                yield Delta("x", [1])
+                await asyncio.sleep(0)
+
+        async with aclosing(merge([output(index) for index in range(4)])) as deltas:
+            await anext(deltas)
+            for _ in range(2000):
+                await asyncio.sleep(0)
+            assert sum(made) <= 10
+            found = [item async for item in deltas]
+        assert len(found) == 3999
+        assert sum(made) == 4000
+
+    asyncio.run(test())
