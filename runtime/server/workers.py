@@ -31,6 +31,8 @@ from ..request import Abort, Add, Command, Error, Event, Finished, Ping, Profile
 from .options import HttpOptions
 
 WORKER = f"{__package__}.worker"
+CONNECT_SECONDS = 0.02
+"""Pause before events for a worker that is not there yet are sent again."""
 RESTART_SECONDS = 1.0
 """Pause before a worker that died is started again."""
 _log = logging.getLogger("toolkit.server")
@@ -119,9 +121,13 @@ class Worker:
         self._events.append(event)
 
     def _flush(self) -> None:
-        events, self._events = self._events, []
         if not self._socket.closed:
-            self._socket.send(self._encoder.encode(events), zmq.NOBLOCK)
+            try:
+                self._socket.send(self._encoder.encode(self._events), zmq.NOBLOCK)
+            except zmq.Again:  # the child has not connected yet
+                asyncio.get_running_loop().call_later(CONNECT_SECONDS, self._flush)
+                return
+        self._events = []
         for name in self.ended:
             self._engine.forget(name)
             self._open.discard(name)

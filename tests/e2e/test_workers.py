@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,3 +175,14 @@ def test_it_drains(own_server: StartServer) -> None:
         until(lambda: get(server, "/load")["running"] == 4)
         assert server.stop() == 0
         assert {each.result().json()["usage"]["completion_tokens"] for each in answers} == {300}
+
+
+_LATE = "import sys, time\nif 'toolkit.runtime.server.worker' in sys.orig_argv: time.sleep(2)\n"
+
+
+def test_workers_that_come_after_the_engine_hear_that_it_is_ready(smollm2_plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_LATE)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    server = start_server(smollm2_plan, "--api-workers", "2", PYTHONPATH=path)
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert server.stop() == 0
