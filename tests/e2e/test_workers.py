@@ -67,6 +67,11 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def connections(worker: psutil.Process) -> int:
+    """Clients' connections to a worker."""
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in worker.net_connections("tcp"))
+
+
 def test_counts_are_exact_and_both_work(server: ServerProcess) -> None:
     workers, _ = children(server)
     before, used = samples(server), [sum(each.cpu_times()[:2]) for each in workers]
@@ -117,6 +122,7 @@ def test_stored_responses_are_found_by_all(server: ServerProcess) -> None:
         assert get(server, f"/v1/responses/{first['id']}")["output"] == first["output"]
     streamed = ""
     body = {"input": "Hello", "max_output_tokens": 8, "stream": True, "previous_response_id": first["id"]}
+    body |= {"ignore_eos": True}
     for _ in range(4):
         with httpx.stream("POST", f"{server.url}/v1/responses", json=body, timeout=60) as answer:
             streamed = "".join(answer.iter_text())
@@ -144,20 +150,21 @@ def test_a_killed_worker_takes_only_its_own_requests(own_server: StartServer) ->
             results.append(False)
 
     threads = [threading.Thread(target=one) for _ in range(8)]
-    for thread in threads:
-        thread.start()
+    for worker, other, share in ((*workers, threads[:4]), (*reversed(workers), threads[4:])):
+        other.suspend()  # it takes no connection meanwhile
+        for thread in share:
+            thread.start()
+        until(lambda worker=worker: connections(worker) == 4)  # type: ignore[misc]
+        other.resume()
     until(lambda: get(server, "/load")["running"] == 8)
     workers[0].kill()
     for thread in threads:
         thread.join()
-    spared = True in results  # not if the kernel gave this worker all connections
+    assert sorted(results) == [False] * 4 + [True] * 4
     until(lambda: len(children(server)[0]) == 2)
     until(lambda: {complete(server).status_code for _ in range(4)} == {200})
     assert children(server)[1] == engine
     until(lambda: samples(server).get("toolkit:kv_cache_usage_perc") == 0)
-
-    if not spared:
-        pytest.skip("all requests had gone to the worker that was killed")
 
     engine.kill()
     until(lambda: complete(server).status_code == 200)
