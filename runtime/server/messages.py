@@ -15,7 +15,7 @@ from .answers import ChoiceReader
 from .errors import as_api_error
 from .generate import Answer, Job, make_chat
 from .openai import MAX_STOPS, ChatRequest, parse, render_messages
-from .render import Usage
+from .render import Usage, typed_event
 from .service import Service
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -238,11 +238,11 @@ async def _stream(job: Job, reader: ChoiceReader) -> AsyncGenerator[bytes, None]
                     events += [{"type": "message_delta", "delta": _end(delta, reader), "usage": _usage(usage)}]
                     events += [{"type": "message_stop"}]
                 if events:
-                    yield b"".join(map(_event, events))
+                    yield b"".join(map(typed_event, events))
     except Exception as error:
         if not started:
             raise
-        yield b"event: error\ndata: " + msgspec.json.encode(as_api_error(error).anthropic_body()) + b"\n\n"
+        yield typed_event(as_api_error(error).anthropic_body())
 
 
 class _Blocks:
@@ -305,11 +305,6 @@ def _start(job: Job) -> dict[str, Any]:
     return {"type": "message_start", "message": {**_head(job), "content": [], **end, "usage": _usage(job.usage())}}
 
 
-def _event(data: dict[str, Any]) -> bytes:
-    kind: str = data["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
-
-
 def _head(job: Job) -> dict[str, Any]:
     return {"id": job.id, "type": "message", "role": "assistant", "model": job.service.model}
 
@@ -324,8 +319,7 @@ def _end(last: Delta | Output, reader: ChoiceReader) -> dict[str, Any]:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic counts the tokens found in the cache apart from the others."""
-    details = usage.data()["prompt_tokens_details"] or {"cached_tokens": 0}
-    cached = details["cached_tokens"]
+    cached = usage.cached_tokens
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_read_input_tokens": cached,

@@ -29,6 +29,12 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
+def typed_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event with its `type` as the event's name, as Anthropic's and the Responses API have them."""
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\n" + event(data)
+
+
 class Usage:
     """Counts the tokens of an answer."""
 
@@ -46,6 +52,11 @@ class Usage:
         """Prompt tokens found in the cache; choices of one prompt share it, so the first choice's count holds."""
         if self._cached is None:
             self._cached = metrics.cached_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens found in the cache, as far as is known."""
+        return self._cached or 0
 
     def data(self) -> dict[str, Any]:
         return {

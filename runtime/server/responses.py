@@ -16,7 +16,7 @@ from .answers import ChoiceReader
 from .errors import ApiError, as_api_error
 from .generate import Answer, Job, make_chat
 from .openai import parse
-from .render import Usage, chat_logprobs, json_response
+from .render import Usage, chat_logprobs, json_response, typed_event
 from .response_input import REFUSED, ResponsesRequest, chat_of, messages_of
 from .response_output import Event, Items
 from .response_store import Stored
@@ -129,10 +129,9 @@ class _Run:
 
 
 def _usage(usage: Usage, thought: int) -> dict[str, Any]:
-    cached = (usage.data()["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": thought},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -155,10 +154,7 @@ async def _stream(run: _Run, stored: Stored) -> AsyncGenerator[bytes, None]:
     try:
         async with aclosing(run.events()) as several:
             async for events in several:
-                yield b"".join(
-                    b"event: " + event["type"].encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
-                    for event in events
-                )
+                yield b"".join(map(typed_event, events))
     finally:
         _finish(run, stored)
 
