@@ -5,10 +5,8 @@ It imports little, since its start is on the way to the first token.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
-import os
 import signal
 import sys
 import traceback
@@ -22,12 +20,13 @@ from .engine import Engine, open_engine
 from .errors import UserError
 from .loop import run_loop
 from .options import EngineOptions
+from .parent import check_parent, die_with
 from .request import Command, Error, Event
+from .sockets import close_socket, open_socket, readable
 from .stderr import patient_stderr
 
 LINGER_SECONDS = 2
 """How long the last events may take to leave."""
-_PR_SET_PDEATHSIG = 1
 
 OpenEngine = Callable[[Path, EngineOptions], Engine]
 
@@ -37,8 +36,7 @@ class SocketPort:
 
     def __init__(self, address: str, parent: int) -> None:
         self._parent = parent
-        self._socket = zmq.Context().socket(zmq.PAIR)
-        self._socket.set_hwm(0)
+        self._socket = open_socket()
         self._socket.linger = LINGER_SECONDS * 1000
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
@@ -49,11 +47,8 @@ class SocketPort:
         check_parent(self._parent)
         commands: list[Command] = []
         if self._socket.poll(int(timeout * 1000)):
-            try:
-                while True:
-                    commands += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                pass
+            while readable(self._socket):
+                commands += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
         return commands
 
     def send(self, events: list[Event]) -> None:
@@ -62,24 +57,7 @@ class SocketPort:
 
     def close(self) -> None:
         """Deliver what was sent, then disconnect."""
-        context = self._socket.context
-        self._socket.close()
-        context.term()
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when the parent's thread that started it ends. Signals for the whole terminal
-    or service are left to the parent, which knows whether to drain."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    check_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def check_parent(parent: int) -> None:
-    """End this process if its parent is gone."""
-    if os.getppid() != parent:
-        os._exit(1)
+        close_socket(self._socket)
 
 
 @patient_stderr()
@@ -88,6 +66,8 @@ def main(arguments: list[str], open_engine: OpenEngine = open_engine) -> int:
     address, parent, directory, options = arguments
     faulthandler.enable()
     die_with(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the whole terminal or service: the parent knows what to do
+        signal.signal(number, signal.SIG_IGN)
     port = SocketPort(address, int(parent))
     try:
         chosen = msgspec.structs.replace(msgspec.json.decode(options, type=EngineOptions), whole_process=True)

@@ -34,6 +34,7 @@ from .load import read_plan
 from .options import EngineOptions
 from .plan import Plan
 from .request import Command, Event, Shutdown, Stats
+from .sockets import close_socket, open_socket, readable
 
 CLOSE_SECONDS = 10.0
 """How long an engine that was told to stop at once may take for it before it is killed."""
@@ -191,23 +192,3 @@ class ProcessEngine(EngineClient):
         loop.remove_reader(self._socket)
         close_socket(self._socket)
         self._remove_folder()
-
-
-def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message is there. A socket signals more than messages, and to ask is cheaper than an exception."""
-    events = 0 if socket.closed else socket.get(zmq.EVENTS)
-    return isinstance(events, int) and bool(events & zmq.POLLIN)
-
-
-def close_socket(socket: zmq.Socket[bytes]) -> None:
-    context = socket.context
-    socket.close()
-    context.term()
-
-
-def open_socket() -> zmq.Socket[bytes]:
-    """One end of a connection, which queues without limit and never blocks."""
-    socket = zmq.Context().socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.linger = 0
-    return socket

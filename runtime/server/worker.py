@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
-import signal
 import socket
 import sys
 
@@ -15,13 +12,12 @@ import zmq
 from ..client import EngineClient
 from ..errors import InternalError
 from ..load import read_plan
+from ..parent import die_with
 from ..plan import Plan
-from ..process import close_socket, open_socket, readable
 from ..request import Command, Error, Event
+from ..sockets import close_socket, open_socket, readable
 from .run import run_service
 from .workers import WorkerOptions
-
-_PR_SET_PDEATHSIG = 1
 
 
 class RelayedEngine(EngineClient):
@@ -65,9 +61,7 @@ class RelayedEngine(EngineClient):
 def main() -> None:
     """Serve as standard input says, until SIGTERM or until the parent is gone."""
     told = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions, dec_hook=lambda kind, value: kind(value))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != told.parent:
-        os._exit(1)
+    die_with(told.parent)
     engine = RelayedEngine(read_plan(told.directory), told.engine)
     listener = socket.socket(fileno=told.listener)
     run_service(

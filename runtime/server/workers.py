@@ -26,8 +26,9 @@ import zmq
 from ..client import Stream
 from ..errors import InternalError, UserError
 from ..options import EngineOptions
-from ..process import ProcessEngine, close_socket, open_socket, readable
+from ..process import ProcessEngine
 from ..request import Abort, Add, Command, Error, Event, Finished, Ping, Profile, Profiled, Shutdown
+from ..sockets import close_socket, open_socket, readable
 from .options import HttpOptions
 
 WORKER = f"{__package__}.worker"
@@ -135,7 +136,7 @@ class Worker:
         self._receive()  # sending may swallow the signal for what came meanwhile
 
     def _receive(self) -> None:
-        while not self._socket.closed and readable(self._socket):
+        while readable(self._socket):
             for command in self._decoder.decode(self._socket.recv(zmq.NOBLOCK)):
                 self._apply(command)
 
