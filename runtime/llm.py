@@ -253,8 +253,7 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give back the memory of weights and caches until `wake_up`; both levels, 1 and 2, do the same. Raises
         UserError if another call is running."""
-        if level not in (1, 2):
-            raise UserError(f"level must be 1 or 2, not {level}")
+        _check_level(level)
         with self._alone():
             self._engine.sleep()
 
@@ -329,6 +328,12 @@ class LLM:
         yield index, delta
 
 
+def _check_level(level: int) -> None:
+    """Of sleep, as vLLM has it. Raises UserError."""
+    if level not in (1, 2):
+        raise UserError(f"level must be 1 or 2, not {level}")
+
+
 class AsyncLLM:
     """A plan ready to generate, for any number of tasks of one event loop; the engine runs in a thread."""
 
@@ -357,8 +362,7 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1) -> None:
         """End all requests and give back the memory of weights and caches; later requests wait for `wake_up`."""
-        if level not in (1, 2):
-            raise UserError(f"level must be 1 or 2, not {level}")
+        _check_level(level)
         await self._engine.sleep()
 
     async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:

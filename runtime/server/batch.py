@@ -21,6 +21,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from ..errors import InternalError, UserError
+from .asgi import replayed
 from .errors import ApiError
 from .record import REQUEST_ID
 
@@ -261,14 +262,8 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Reply:
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
     }
-    unread = [{"type": "http.request", "body": body, "more_body": False}]
     head: MutableMapping[str, Any] = {}
     pieces: list[bytes] = []
-
-    async def receive() -> MutableMapping[str, Any]:
-        if not unread:
-            await asyncio.get_running_loop().create_future()  # this client does not go away
-        return unread.pop()
 
     async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
@@ -277,7 +272,7 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Reply:
             pieces.append(message.get("body", b""))
 
     try:
-        await app(scope, receive, send)
+        await app(scope, replayed(body), send)
     except Exception:
         if not head:  # else it was answered with 500, and logged
             raise

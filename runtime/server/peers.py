@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .asgi import replayed
 from .errors import route_path
 
 HOME = "/v1/responses"
@@ -101,7 +102,7 @@ class Peers:
             else:
                 own += message.get("body", b"")
 
-        await self._app(scope, _replay(body), collect)
+        await self._app(scope, replayed(body), collect)
         if start["status"] == 200:
             own = join(own, [text for status, text in answers if status == 200])
         headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
@@ -136,17 +137,6 @@ async def _whole(receive: Receive) -> bytes:
         body += message.get("body", b"")
         if not message.get("more_body"):
             return bytes(body)
-
-
-def _replay(body: bytes) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Message:
-        if not messages:
-            await asyncio.get_running_loop().create_future()
-        return messages.pop()
-
-    return receive
 
 
 async def _gone(receive: Receive) -> None:
