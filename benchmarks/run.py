@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,6 +202,24 @@ def machine() -> dict[str, Any]:
     }
 
 
+def report(found: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> int:
+    """Print the figures with the machine as it was found, and write them to a file; 1 if a bar was missed."""
+    print(f"{found}\n")
+    print(f"{'what':72} {'ours':>16} {'llama.cpp':>14} {'value':>7} {'bar':>7}")
+    for figure in figures:
+        bar = f"{'>=' if figure.higher_is_better else '<='} {figure.bar:g}"
+        verdict = "" if figure.met else "MISSED"
+        print(f"{figure.what:72} {figure.ours:>16} {figure.peer:>14} {figure.value:7.2f} {bar:>7} {verdict}")
+    if path:
+        record = {
+            "time": time.strftime("%Y-%m-%d %H:%M"),
+            **found,
+            "figures": [figure._asdict() for figure in figures],
+        }
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(figure.met for figure in figures) else 1
+
+
 def main() -> int:
     """Print the table; 1 if a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -212,20 +230,7 @@ def main() -> int:
     args = parser.parse_args()
     found = machine()
     figures = [figure for part in args.only.split(",") for figure in PARTS[part](args.models, args.runs)]
-    print(f"{found}\n")
-    print(f"{'what':72} {'ours':>16} {'llama.cpp':>14} {'value':>7} {'bar':>7}")
-    for figure in figures:
-        bar = f"{'>=' if figure.higher_is_better else '<='} {figure.bar:g}"
-        verdict = "" if figure.met else "MISSED"
-        print(f"{figure.what:72} {figure.ours:>16} {figure.peer:>14} {figure.value:7.2f} {bar:>7} {verdict}")
-    if args.json:
-        record = {
-            "time": time.strftime("%Y-%m-%d %H:%M"),
-            **machine(),
-            "figures": [figure._asdict() for figure in figures],
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if all(figure.met for figure in figures) else 1
+    return report(found, figures, args.json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from run import Figure, machine, peer_python, say
+from run import Figure, machine, peer_python, report, say
 
 STREAMS = 64
 PROMPT, TOKENS = 32, 96
@@ -278,17 +278,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = machine()
-    figures = measure(args.plan, args.peer, args.runs)
-    print(f"{found}\n")
-    print(f"{'what':44} {'ours':>14} {'llama.cpp':>12} {'value':>8} {'bar':>8}")
-    for each in figures:
-        bar = f"{'>=' if each.higher_is_better else '<='} {each.bar:g}"
-        verdict = "" if each.met else "MISSED"
-        print(f"{each.what:44} {each.ours:>14} {each.peer:>12} {each.value:8.2f} {bar:>8} {verdict}")
-    if args.json:
-        record = {"time": time.strftime("%Y-%m-%d %H:%M"), **found, "figures": [each._asdict() for each in figures]}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if all(each.met for each in figures) else 1
+    return report(found, measure(args.plan, args.peer, args.runs), args.json)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,12 @@ def lower(
     blockers: dict[str, None] = {}
     buckets = []
     for limits in target.buckets(bounds):
-        low = Lowering(graph, target, limits, kv_dtype, real=target.real(dtype), deterministic=deterministic)
-        low.alternatives = alternatives if target.kind == "cuda" else 0
+        low = Lowering(
+            *(graph, target, limits, kv_dtype),
+            real=target.real(dtype),
+            deterministic=deterministic,
+            alternatives=alternatives,
+        )
         buckets.append(_lower(low, graph, blockers))
     if blockers:
         raise NoKernelError(target.name, tuple(blockers))

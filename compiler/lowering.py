@@ -60,6 +60,7 @@ class Lowering:
         *,
         real: FloatDType,
         deterministic: bool = False,
+        alternatives: int = 0,
     ) -> None:
         self.target = target
         self.limits = limits
@@ -67,7 +68,7 @@ class Lowering:
         self.real_bytes = _BYTES[real]
         self.families = families(target.kind)
         self.deterministic = deterministic
-        self.alternatives = 0
+        self.alternatives = alternatives
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
         self.buffers: dict[str, VirtualBuffer] = {}

@@ -22,6 +22,8 @@ from ..workload import named_args
 from .examine import Inspection, params_text
 from .text import describe_code
 
+_SHARED = Path(__file__).parents[2] / "runtime/server/page"
+"""What this page has from the server's: how elements are made, and colors."""
 _COLORS = 9
 """Families with a color of their own; the others share the last."""
 
@@ -68,7 +70,7 @@ def live_bytes(buffers: Iterable[Buffer], launches: int) -> list[int]:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "page"),
+        loader=jinja2.FileSystemLoader([Path(__file__).parent / "page", _SHARED]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

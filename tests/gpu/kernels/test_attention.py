@@ -216,6 +216,31 @@ def test_rope_table(real: str, function: str) -> None:
     close(value(found, real), 1.5 * (np.cos(angle) if function == "cos" else np.sin(angle)), real)
 
 
+def normed_and_rotated(
+    qkv: Array,
+    counts: tuple[int, int],
+    weights: dict[str, Array],
+    rotation: tuple[Array, Array],
+    *,
+    real: str,
+    style: str,
+    norm: str,
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values in float64, with their norms (weights are 0.25 short) and rotated."""
+    heads, kv_heads = counts
+    x = value(qkv, real)
+    q, k, v = x[:, :heads].copy(), x[:, heads : heads + kv_heads].copy(), x[:, heads + kv_heads :]
+    if norm:
+        for name, part in (("q_weight", q), ("k_weight", k)):
+            centered = part - (part.mean(axis=2, keepdims=True) if norm == "layer" else 0)
+            weight = weights[name][: part.shape[1]].astype(np.float64) + 0.25
+            part[...] = centered / np.sqrt((centered**2).mean(axis=2, keepdims=True) + 1e-5) * weight
+    if rotation[0].size:
+        cos, sin = (value(each, real)[:, None] for each in rotation)
+        q, k = (rotated(part, cos, sin, style) for part in (q, k))
+    return q, k, v
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -259,15 +284,7 @@ def test_rope_kv_write(form: tuple[str, KvDType, int, int, str, str, bool], head
         **{"T": tokens, "heads": heads, "kv_heads": kv_heads, "page_tokens": PAGE, "eps": 1e-5, "offset": 0.25},
         **({"weight_stride": 0 if shared else width} if norm else {}),
     )
-    x = value(qkv, real)
-    q, k, v = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
-    if norm:
-        for name, part in (("q_weight", q), ("k_weight", k)):
-            centered = part - (part.mean(axis=2, keepdims=True) if norm == "layer" else 0)
-            weight = (weights[name] if shared else weights[name][: part.shape[1]]).astype(np.float64) + 0.25
-            part[...] = centered / np.sqrt((centered**2).mean(axis=2, keepdims=True) + 1e-5) * weight
-    if rotary:
-        q, k = (rotated(part, value(cos, real)[:, None], value(sin, real)[:, None], style) for part in (q, k))
+    q, k, v = normed_and_rotated(qkv, (heads, kv_heads), weights, (cos, sin), real=real, style=style, norm=norm)
     close(value(found["out"], real), q, real)
     expected.write(k.astype(np.float32), v.astype(np.float32), slots)
     written = PagedCache(found["cache"], kv_heads, width, width, PAGE, dtype, True)
@@ -314,15 +331,7 @@ def test_decode_and_write(form: tuple[str, int, int, str, str, bool, int, int], 
     weights = {name: random(5 + i, count, width) for i, name in enumerate(("q_weight", "k_weight"))} if norm else {}
     options: dict[str, Any] = {"sinks": random(9, heads)} if shape.sinks else {}
     options |= {"window": shape.window} if shape.window else {}
-    x = value(qkv, real)
-    q, k, v = x[:, :heads].copy(), x[:, heads : heads + kv_heads].copy(), x[:, heads + kv_heads :]
-    if norm:
-        for name, part in (("q_weight", q), ("k_weight", k)):
-            centered = part - (part.mean(axis=2, keepdims=True) if norm == "layer" else 0)
-            weight = (weights[name] if shared else weights[name][: part.shape[1]]).astype(np.float64) + 0.25
-            part[...] = centered / np.sqrt((centered**2).mean(axis=2, keepdims=True) + 1e-5) * weight
-    if rotary:
-        q, k = (rotated(part, value(cos, real)[:, None], value(sin, real)[:, None], style) for part in (q, k))
+    q, k, v = normed_and_rotated(qkv, (heads, kv_heads), weights, (cos, sin), real=real, style=style, norm=norm)
     q, k = (value(store(part, real), real) for part in (q, k))
     cache.write(k.astype(np.float32), v.astype(np.float32), slots)
     seq_start = np.arange(S + 1, dtype=np.int32)
