@@ -102,11 +102,13 @@ class EngineMachine(RuleBasedStateMachine):
         found, expected = self.tokens[event.request], alone(request)
         if isinstance(event, Error):
             assert expected.error is not None
-        elif event.reason == "abort":
+            return
+        fitting = expected.tokens[: self.engine.max_tokens - len(request.prompt)]  # a cache this small ends it there
+        if event.reason == "abort":
             assert event.request in self.aborted
-            assert found == expected.tokens[: len(found)]
+            assert found == fitting[: len(found)]
         else:
-            assert found == expected.tokens
+            assert found == fitting
 
 
 TestEngine = EngineMachine.TestCase
