@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -15,7 +15,7 @@ from .shapes import Bounds
 FloatDType = Literal["float32", "float16", "bfloat16"]
 
 
-TOKEN_BUCKETS = (64, 512, 2048, 8192)
+TOKEN_BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of a GPU's launch programs for steps other than decoding."""
 
 
@@ -97,18 +97,27 @@ class Target:
     def buckets(self, bounds: Bounds) -> tuple[BucketLimits, ...]:
         """The launch programs of a plan with these bounds, in the order in which a step looks for one that fits.
 
-        CPU code takes any step. On a GPU steps of one token a sequence have programs of their own for 1, 2, 4, ...
-        sequences, which are replayed whole; others run in the program for the next larger number of tokens.
+        CPU code takes any step. On a GPU steps of one token a sequence have programs of their own, which are replayed
+        whole; others run in the program for the next larger number of tokens.
         """
         if self.kind == "cpu":
             return (BucketLimits("step", bounds),)
         batch = bounds.max_sequences
-        decode = [1 << power for power in range((batch - 1).bit_length())] + [batch]
+        decode = [*_decode_sizes(batch), batch]
         tokens = [size for size in TOKEN_BUCKETS if size < bounds.max_tokens] + [bounds.max_tokens]
         return (
             *(BucketLimits(f"decode[{size}]", _within(bounds, size), decode=True) for size in decode),
             *(BucketLimits(f"tokens[{size}]", _within(bounds, size)) for size in tokens),
         )
+
+
+def _decode_sizes(batch: int) -> Iterator[int]:
+    """Sequences of decode steps below `batch`: powers of two, and where steps cost more and more, halves."""
+    size = 1
+    while size < batch:
+        yield size
+        floor = 1 << (size.bit_length() - 1)
+        size += floor if floor < 128 else floor // 2
 
 
 def _within(bounds: Bounds, tokens: int) -> Bounds:

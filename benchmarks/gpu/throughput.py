@@ -3,7 +3,8 @@
 Lengths of prompts and outputs are random from 100 to 1024, at temperature 0.6, and all requests are there at the start.
 `ideal` is what the steps would take if each cost what a step of its size costs alone: decoding by the table of
 `decode.py` (its bars; of other shapes, what this plan takes here), prompts at the rate of `prefill.py`'s bar (or as
-measured here). The engine should reach 90% of it.
+measured here). The engine should reach 90% of it. The table's contexts are of 640 tokens; those of this run grow beyond
+that. `own_steps` takes instead what decode steps of the very batches and contexts that were run cost alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,24 @@ PREFILL = {"8B": 8192 / 0.212, "1B": 8192 / 0.040}
 BATCHES = (1, 32, 128, 256)
 
 
+@dataclass(frozen=True)
+class Ran:
+    """A step that was run."""
+
+    bucket: str
+    decoding: int
+    """Sequences that decoded."""
+    others: int
+    """Tokens of prompts."""
+    context: int
+    """Mean tokens of a sequence."""
+
+
 class Recorder:
-    """The steps that a device was given: bucket, sequences that decode, other tokens."""
+    """The steps that a device was given."""
 
     def __init__(self, device: CudaDevice) -> None:
-        self.steps: list[tuple[str, int, int]] = []
+        self.steps: list[Ran] = []
         self._device, self._submit = device, device.submit
         device.submit = self.submit  # type: ignore[method-assign]
 
@@ -45,7 +60,7 @@ class Recorder:
         sizes = np.diff(batch.seq_start)
         decoding = int((sizes == 1).sum())
         bucket = find_bucket(self._device.plan, batch).name
-        self.steps.append((bucket, decoding, int(sizes.sum()) - decoding))
+        self.steps.append(Ran(bucket, decoding, int(sizes.sum()) - decoding, int(batch.context.mean())))
         return self._submit(batch)
 
 
@@ -58,6 +73,15 @@ def cost_model(engine: Engine) -> tuple[dict[int, float], float]:
     table = {batch: device.replay(make_step(device, StepSize(batch, 1, 640)), 50) * 1e3 for batch in BATCHES}
     tokens = min(8192, engine.plan.model.max_context)
     return table, tokens / device.replay(make_step(device, StepSize(1, tokens, tokens)), 3)
+
+
+def own_steps(device: CudaDevice, steps: list[Ran]) -> float:
+    """Seconds of the decode steps among these, if each cost what such a step does back to back: as told by 40."""
+    decoding = [step for step in steps if not step.others]
+    at = np.unique(np.linspace(0, len(decoding) - 1, 40).astype(int))
+    sizes = [StepSize(decoding[index].decoding, 1, decoding[index].context) for index in at.tolist()]
+    times = [device.replay(make_step(device, size), 10) for size in sizes]
+    return float(np.interp(np.arange(len(decoding)), at, times).sum())
 
 
 def measure(directory: Path, count: int) -> dict[str, Any]:
@@ -75,12 +99,14 @@ def measure(directory: Path, count: int) -> dict[str, Any]:
     while engine.has_work:
         before, known = time.perf_counter(), len(recorder.steps)
         tokens += sum(len(event.tokens) for event in engine.step() if isinstance(event, Tokens))
-        for bucket, _, _ in recorder.steps[known:]:
-            seconds[bucket].append(time.perf_counter() - before)
-    total = time.perf_counter() - began
-    decoded = [np.interp(decoding, list(table), list(table.values())) * 1e-3 for _, decoding, _ in recorder.steps]
-    ideal = sum(float(each) for each, (_, decoding, _) in zip(decoded, recorder.steps, strict=True) if decoding)
-    ideal += sum(others for _, _, others in recorder.steps) / rate
+        for step in recorder.steps[known:]:
+            seconds[step.bucket].append(time.perf_counter() - before)
+    total, steps = time.perf_counter() - began, recorder.steps.copy()
+    decoded = [float(np.interp(step.decoding, list(table), list(table.values()))) * 1e-3 for step in steps]
+    prompts = sum(step.others for step in steps) / rate
+    ideal = prompts + sum(each for each, step in zip(decoded, steps, strict=True) if step.decoding)
+    mixed = sum(each for each, step in zip(decoded, steps, strict=True) if step.decoding and step.others)
+    own = prompts + mixed + own_steps(engine.device, steps)
     row = {
         "shape": shape(engine.plan),
         "requests": count,
@@ -89,6 +115,8 @@ def measure(directory: Path, count: int) -> dict[str, Any]:
         "tokens_per_second": round(tokens / total, 1),
         "ideal_tokens_per_second": round(tokens / ideal, 1),
         "of_ideal": round(ideal / total, 3),
+        "of_own_steps": round(own / total, 3),
+        "table_ms": {str(batch): round(each, 3) for batch, each in table.items()},
         "preemptions": engine.stats().preemptions,
         "steps": {
             name: {

@@ -146,7 +146,7 @@ def half_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 def test_buckets_are_for_decoding_and_for_tokens(half_plan: Plan) -> None:
     assert [bucket.name for bucket in half_plan.buckets] == [
         *("decode[1]", "decode[2]", "decode[4]", "decode[8]"),
-        *("tokens[64]", "tokens[512]", "tokens[2048]", "tokens[8192]"),
+        *(f"tokens[{size}]" for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192)),
     ]
     for bucket in half_plan.buckets:
         size = int(bucket.name.partition("[")[2][:-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.compiler.shapes import Bounds
-from toolkit.compiler.targets import CPU, parse_kv_dtype, parse_target
+from toolkit.compiler.targets import CPU, cuda_target, parse_kv_dtype, parse_target
 from toolkit.runtime.errors import UserError
 
 
@@ -34,6 +34,23 @@ def test_bounds() -> None:
     assert CPU.bounds(131072) == Bounds(max_tokens=512, max_sequences=64, max_rows=64, max_context=8192)
     assert CPU.bounds(2048, max_batch=3, max_context=100) == Bounds(512, 3, 64, 100)
     assert CPU.bounds(2048, max_batch=1000) == Bounds(1000, 1000, 1000, 2048)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (48, [1, 2, 4, 8, 16, 32, 48]),
+        (256, [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]),
+        (600, [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 600]),
+    ],
+)
+def test_decode_programs_of_gpus(batch: int, sizes: list[int]) -> None:
+    target = cuda_target(["sm90"])
+    found = [limits for limits in target.buckets(target.bounds(1 << 17, batch)) if limits.decode]
+    assert [limits.bounds.max_tokens for limits in found] == sizes
+    assert [limits.bounds.max_sequences for limits in found] == sizes
 
 
 @pytest.mark.parametrize(("batch", "context"), [(0, None), (-1, None), (None, 0), (None, 2049)])
