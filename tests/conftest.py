@@ -69,8 +69,11 @@ def gemma3() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_plan(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2 compiled with its own encodings, once for all workers of a test run."""
+def smollm2_plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 compiled with its own encodings, once for all workers of a test run; or TOOLKIT_TEST_PLAN's plan."""
+    if given := os.environ.get("TOOLKIT_TEST_PLAN"):
+        return Path(given)
+    smollm2 = request.getfixturevalue("smollm2")
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     plan = shared / "smollm2-plan"

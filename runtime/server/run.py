@@ -281,6 +281,13 @@ def _make_server(
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             self.force_exit = self.should_exit
             self.should_exit = True
+            if self.force_exit:
+                asyncio.get_running_loop().call_soon_threadsafe(self.abort_connections)
+
+        def abort_connections(self) -> None:
+            """Since Python 3.12 a server that closes waits for its connections, which is not at once."""
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
     config = Config(
         guarded(app, http, observers),

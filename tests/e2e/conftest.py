@@ -6,10 +6,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from e2e.serving import ServerProcess, StartServer, start_server
-from playwright.sync_api import Browser, sync_playwright
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
 
@@ -45,6 +48,8 @@ def browser() -> Iterator[Browser]:
         pytest.fail("TOOLKIT_TEST_BROWSER is `required`, but there is no chromium: `make chromium` installs it")
     if path is None:
         pytest.skip("there is no chromium: `make chromium` installs it")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=QUIET.split())
         yield browser
