@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from unit.runtime.engine_harness import Output, cache_bytes, make_request, make_requests, run, shared_prompts
 
+from toolkit.runtime.device.cuda.driver import Gpu
 from toolkit.runtime.device.cuda.inputs import Layout
 from toolkit.runtime.device.open import open_device
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.load import read_plan
-from toolkit.runtime.options import EngineOptions
+from toolkit.runtime.options import EngineOptions, SpeculativeConfig
 from toolkit.runtime.request import Add
 
 PLANS = os.environ.get("TOOLKIT_GPU_PLANS", "")
@@ -176,4 +177,31 @@ def test_aborted_requests_leave_the_others_alone(case: Case) -> None:
         assert len(output.tokens) < STEPS if index in (1, 2, 5) else len(output.tokens) == STEPS
         if output.tokens:
             case.check_greedy(prompt, output)
+    engine.device.close()
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_change_no_greedy_output(case: Case, method: Any) -> None:
+    """Texts that repeat themselves, whose drafts come true; a bias makes outputs repeat too."""
+    config = SpeculativeConfig(method=method, num_speculative_tokens=4, prompt_lookup_min=1, adaptive=False)
+    engine = case.engine(speculative_config=config)
+    outputs = run(engine, requests(8))
+    for prompt, output in zip(prompts(8), outputs.values(), strict=True):
+        assert len(output.tokens) == STEPS
+        case.check_greedy(prompt, output)
+    sure = run(engine, [make_request("sure", [7, 9] * 20, logit_bias={7: 100.0}, max_tokens=STEPS, ignore_eos=True)])
+    assert sure["sure"].tokens == [7] * STEPS
+    assert engine.stats().spec_accepted_tokens > STEPS / 4
+    engine.device.close()
+
+
+def test_a_sleeping_engine_gives_back_its_memory_and_says_the_same_later(case: Case) -> None:
+    engine = case.engine()
+    expected = run(engine, requests(4))
+    held, free = sum(engine.device.memory().values()), Gpu().free_memory()
+    engine.sleep()
+    assert Gpu().free_memory() - free > held / 2, "allocations of the driver are of whole MiB"
+    engine.wake_up()
+    for name, output in run(engine, requests(4)).items():
+        assert output.tokens == expected[name].tokens
     engine.device.close()
