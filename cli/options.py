@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from ..runtime.errors import UserError
-from ..runtime.options import EngineOptions, SpeculativeConfig, parse_memory
+from ..runtime.options import EngineOptions, SpeculativeConfig, TextOptions, parse_memory
 
 Command = Callable[..., Any]
 Config = TypeVar("Config")
@@ -30,6 +31,11 @@ _ENGINE = (
     click.option("--threads", type=click.IntRange(1), help="Kernel threads.  [default: one a core]"),
     click.option("--speculative-config", metavar="JSON", help="How to guess tokens; see the documentation."),
 )
+_TEXT = (
+    click.option("--tool-call-parser", help="Form of tool calls, such as hermes.  [default: the plan's]"),
+    click.option("--reasoning-parser", help="Form of reasoning, such as qwen3.  [default: the plan's]"),
+    click.option("--chat-template", metavar="FILE", help="Jinja template.  [default: the plan's]"),
+)
 _STEP = (
     click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences in the step."),
     click.option("--tokens", type=click.IntRange(1), default=1, show_default=True, help="New tokens of each sequence."),
@@ -43,6 +49,34 @@ _SAMPLING = (
     click.option("--seed", type=int, help="Makes sampling repeatable."),
     click.option("--stop", multiple=True, help="Text that ends an answer; may be repeated."),
 )
+
+
+def text_options(command: Command) -> Command:
+    """`--tool-call-parser --reasoning-parser --chat-template`, as `text: TextOptions`."""
+
+    @wraps(command)
+    def gathered(
+        *, tool_call_parser: str | None, reasoning_parser: str | None, chat_template: str | None, **rest: Any
+    ) -> None:
+        text = TextOptions(
+            tool_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            chat_template=None if chat_template is None else _template(chat_template),
+        )
+        command(text=text, **rest)
+
+    return _with(_TEXT, gathered)
+
+
+def _template(given: str) -> str:
+    """A template's text: that of a file, or the template itself. Raises UserError if it is neither."""
+    path = Path(given)
+    try:
+        if "{%" in given or "{{" in given:
+            return given
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--chat-template must be a file with a template, or a template: {path}: {error}") from None
 
 
 def engine_options(command: Command) -> Command:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..runtime.errors import InternalError, UserError
-from ..runtime.options import EngineOptions
+from ..runtime.options import EngineOptions, TextOptions
 from ..runtime.server.batch import Batch, Tally
-from .options import engine_options
+from .options import engine_options, text_options
 
 _PATH = click.Path(path_type=Path, dir_okay=False)
 
@@ -24,8 +24,7 @@ _PATH = click.Path(path_type=Path, dir_okay=False)
 @click.option("-o", "--output-file", "output", type=_PATH, required=True, help="Answers, one a line.")
 @click.option("-m", "--model", "--plan", "plan", type=click.Path(path_type=Path), required=True, help="The plan.")
 @click.option("--concurrency", type=click.IntRange(1), help="Requests at a time.  [default: twice what runs at once]")
-@click.option("--tool-call-parser", help="Form of tool calls, such as hermes; otherwise told by the chat template.")
-@click.option("--reasoning-parser", help="Form of reasoning, such as qwen3; otherwise told by the chat template.")
+@text_options
 @engine_options
 def command(
     *,
@@ -33,8 +32,7 @@ def command(
     output: Path,
     plan: Path,
     concurrency: int | None,
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
+    text: TextOptions,
     options: EngineOptions,
 ) -> None:
     """Answer the requests of a file in OpenAI's batch format, without a server.
@@ -48,8 +46,7 @@ def command(
     """
     batch = Batch(source, output)
     total, began = batch.total(), time.monotonic()
-    parsers = {"tool_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-    asyncio.run(_run(batch, total=total, plan=plan, options=options, concurrency=concurrency, parsers=parsers))
+    asyncio.run(_run(batch, total=total, plan=plan, options=options, concurrency=concurrency, text=text))
     _report(batch, time.monotonic() - began)
 
 
@@ -60,7 +57,7 @@ async def _run(
     plan: Path,
     options: EngineOptions,
     concurrency: int | None,
-    parsers: dict[str, str | None],
+    text: TextOptions,
 ) -> None:
     from ..runtime.process import spawn_engine
     from ..runtime.prompt import Prompts
@@ -70,7 +67,7 @@ async def _run(
     from ..runtime.server.service import Service
 
     engine = spawn_engine(plan, options)
-    service = Service(engine.plan, engine, partial(Prompts.open, plan, engine.plan, **parsers))
+    service = Service(engine.plan, engine, partial(Prompts.open, plan, engine.plan, text))
     service.start()
     bar = Progress(
         TextColumn("{task.description}"),

@@ -9,8 +9,8 @@ import click
 import msgspec
 
 from ..runtime.errors import UserError
-from ..runtime.options import EngineOptions, KVEventsConfig
-from .options import engine_options, parse_config
+from ..runtime.options import EngineOptions, KVEventsConfig, TextOptions
+from .options import engine_options, parse_config, text_options
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -55,8 +55,6 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
 @click.option("--ssl-keyfile", type=_FILE, help="The certificate's key, if that is not in its file.")
 @click.option("--ssl-keyfile-password", help="The key's password.")
 @click.option("--ssl-ca-certs", type=_FILE, help="Authorities of which clients must have a certificate.")
-@click.option("--tool-call-parser", help="Form of tool calls, such as hermes; otherwise told by the chat template.")
-@click.option("--reasoning-parser", help="Form of reasoning, such as qwen3; otherwise told by the chat template.")
 @click.option(
     "--max-queued-requests",
     type=click.IntRange(0),
@@ -90,6 +88,7 @@ def _read_config(context: click.Context, option: click.Parameter, path: Path | N
     help="Processes for HTTP and text, which share the engine.",
 )
 @click.option("--page/--no-page", default=True, show_default=True, help="Whether there is a page to look at, at /.")
+@text_options
 @engine_options
 def command(
     *,
@@ -102,9 +101,8 @@ def command(
     allowed_methods: tuple[str, ...],
     allowed_headers: tuple[str, ...],
     allow_credentials: bool,
-    tool_call_parser: str | None,
-    reasoning_parser: str | None,
     kv_events_config: str | None,
+    text: TextOptions,
     options: EngineOptions,
     **rest: Any,
 ) -> None:
@@ -132,8 +130,7 @@ def command(
     )
     events = parse_config("--kv-events-config", kv_events_config, KVEventsConfig)
     options = msgspec.structs.replace(options, kv_events_config=events)
-    parsers = {"tool_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
-    serve(plan, options, host=host, port=port, http=http, **parsers)
+    serve(plan, options, host=host, port=port, text=text, http=http)
 
 
 def _keys(given: tuple[str, ...], file: Path | None) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ..runtime.errors import UserError, foreign_errors
+from ..runtime.formats import detect_formats
 from ..runtime.plan import Text
 from .charsmap import check_charsmaps
 from .gguf_tokenizer import build_tokenizer, token_text
@@ -46,10 +47,11 @@ def write_text(opened: OpenedModel, directory: Path) -> Text | None:
         parts = _from_gguf(opened.text.metadata)
     names = {"default": "chat_template.jinja", "tool_use": "chat_template_tool_use.jinja"}
     settings = {"special_tokens_map.json": parts.special, "generation_config.json": _generation_config(opened)}
+    templates = {names[name]: template for name, template in parts.templates.items() if name in names}
     files = {
         "tokenizer.json": parts.tokenizer.to_str(),
         **{name: _json(name, values) for name, values in settings.items()},
-        **{names[name]: template for name, template in parts.templates.items() if name in names},
+        **templates,
     }
     for name, content in files.items():
         (directory / name).write_bytes(_utf8(name, content))
@@ -61,7 +63,12 @@ def write_text(opened: OpenedModel, directory: Path) -> Text | None:
         bos_token=bos,
         eos_token=parts.special.get("eos_token"),
         add_bos=bos is not None and first == [bos],
+        formats=detect_formats("".join(templates.values()), _special_texts(parts.tokenizer)),
     )
+
+
+def _special_texts(tokenizer: Tokenizer) -> list[str]:
+    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
 
 
 def _utf8(name: str, content: str) -> bytes:

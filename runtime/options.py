@@ -104,6 +104,16 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
 
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands in for the plan's own where text is read and written."""
+
+    tool_parser: str | None = None
+    """Name of the parser of tool calls."""
+    reasoning_parser: str | None = None
+    chat_template: str | None = None
+    """In Jinja."""
+
+
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engine options; zero means "as the plan and the machine allow"."""
 

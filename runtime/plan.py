@@ -13,8 +13,9 @@ from typing import Literal
 import msgspec
 
 from .encodings import Encoding
+from .formats import Formats
 
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 """Schema version. A reader takes its own and the previous major version; a higher minor only adds fields."""
 
 
@@ -365,6 +366,8 @@ class Text(_Record, frozen=True):
     eos_token: str | None = None
     add_bos: bool = False
     """Whether encoding a plain prompt puts the bos token first."""
+    formats: Formats | None = None
+    """Of tool calls and reasoning in answers; None in plans before 1.4: they are detected when it is opened."""
 
 
 class PassReport(_Record, frozen=True):

@@ -5,19 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from .debug import debug_phase
 from .decode import decode_json
 from .errors import UserError
+from .formats import Formats, detect_formats
 from .load import verify_file
+from .options import TextOptions
 from .output import Detokenizer
-from .parsers.answer import Formats
+from .parsers.answer import chosen_formats
 from .plan import Plan
 from .request import Add, SamplingParams
 from .seams import pieces, seamed
+
+if TYPE_CHECKING:
+    from .chat import ChatTemplate
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -68,13 +73,12 @@ class Prompts:
 
     @classmethod
     @debug_phase("Tokenizer")
-    def open(
-        cls, directory: Path, plan: Plan, *, tool_parser: str | None = None, reasoning_parser: str | None = None
-    ) -> Prompts:
-        """Read the plan's text files. This imports the tokenizer library. Parsers are told by the chat template.
+    def open(cls, directory: Path, plan: Plan, options: TextOptions | None = None) -> Prompts:
+        """Read the plan's text files. This imports the tokenizer library.
 
         Raises UserError for files that are damaged or not the plan's own, or a parser that there is not.
         """
+        options = options or TextOptions()
         if plan.text is None:
             return cls(plan, None, None)
         for file, sha256 in plan.text.files.items():
@@ -82,9 +86,15 @@ class Prompts:
         from .chat import ChatTemplate
         from .tokenizer import Tokenizer as PlanTokenizer
 
+        tokenizer = PlanTokenizer.open(directory, plan)
         template = ChatTemplate.open(directory) if "chat_template.jinja" in plan.text.files else None
-        formats = Formats.of(template.source if template else "", tool_parser, reasoning_parser)
-        return cls(plan, PlanTokenizer.open(directory, plan), template, sampling_defaults(directory), formats)
+        if options.chat_template is not None:
+            template = _other(options.chat_template, template)
+        formats = plan.text.formats
+        if formats is None or options.chat_template is not None:
+            formats = detect_formats(template.source if template else "", tokenizer.special_texts)
+        formats = chosen_formats(formats, options)
+        return cls(plan, tokenizer, template, sampling_defaults(directory), formats)
 
     def params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters: the model's own defaults, changed."""
@@ -120,7 +130,7 @@ class Prompts:
     ) -> str:
         """The text of a conversation; with `continue_final_message` it ends inside the last message. `template` stands
         in for the plan's own. Only what encodes it (`encode`) may read it: see `seams`."""
-        chosen = self.template if template is None else self._other(template)
+        chosen = self.template if template is None else _other(template, self.template)
         if chosen is None:
             what = "no tokenizer" if self.tokenizer is None else "no chat template"
             raise UserError(f"this plan has {what}, so it can't chat: send a plain prompt instead")
@@ -133,13 +143,6 @@ class Prompts:
         if add_generation_prompt:
             raise UserError("continue_final_message needs add_generation_prompt to be false")
         return _open_ended(chosen.render(messages, tools, False, **kwargs), messages[-1])
-
-    def _other(self, template: str) -> Template:
-        """A request's own template, which sees the plan's special tokens."""
-        from .chat import ChatTemplate
-
-        own = self.template
-        return ChatTemplate(template, special=own.special if isinstance(own, ChatTemplate) else None)
 
     @property
     def template_source(self) -> str:
@@ -196,6 +199,13 @@ class Prompts:
             wrong = next(token for token in ids if not 0 <= token < size)
             raise UserError(f"token ids must be 0 to {size - 1}, not {wrong}")
         return ids
+
+
+def _other(source: str, own: Template | None) -> ChatTemplate:
+    """A template in place of the plan's own, whose special tokens it sees."""
+    from .chat import ChatTemplate
+
+    return ChatTemplate(source, special=own.special if isinstance(own, ChatTemplate) else None)
 
 
 def _choice_params(params: SamplingParams, index: int) -> SamplingParams:

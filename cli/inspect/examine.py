@@ -20,6 +20,7 @@ from ...runtime.plan import (
     Model,
     PassReport,
     Plan,
+    Text,
 )
 from ...runtime.tuning import Race, Tuning
 from ..profile import Profile
@@ -152,6 +153,8 @@ class Inspection(msgspec.Struct, frozen=True):
     weights: list[WeightSum]
     caches: list[CacheSum]
     kv_bytes_per_token: float
+    text: Text | None
+    """None: token ids in, token ids out."""
     requirements: Requirements
     """What a machine must have, and what this one has."""
 
@@ -198,6 +201,7 @@ def examine(
         weights=_weights(plan),
         caches=[_cache(cache) for cache in plan.caches],
         kv_bytes_per_token=plan.kv_bytes_per_token,
+        text=plan.text,
         requirements=requirements(plan),
     )
 

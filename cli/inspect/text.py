@@ -32,6 +32,7 @@ def print_inspection(plan: Plan, data: Inspection, every_launch: bool) -> None:
     for sentence in sentences(data.requirements, plan):
         console.print(f"needs {sentence}")
     _print_map(console, data)
+    _print_text(console, data)
     _print_kernels(console, data)
 
 
@@ -81,6 +82,17 @@ def _rows(data: Inspection, every_launch: bool) -> Iterator[tuple[str, str, Laun
         yield from ((str(number), launch.op, launch) for number, launch in enumerate(data.launches))
     else:
         yield from ((str(each.launches), each.op, each) for each in data.ops)
+
+
+def _print_text(console: Console, data: Inspection) -> None:
+    if data.text is None:
+        console.print("\nno tokenizer: token ids in, token ids out")
+    elif data.text.formats is None:
+        console.print("\nforms of tool calls and reasoning: told by the chat template when it is served")
+    else:
+        formats = data.text.formats
+        tools, reasoning = formats.tools or "no known form", formats.reasoning or "no known form"
+        console.print(f"\ntool calls: {tools}, reasoning: {reasoning}")
 
 
 def _print_memory(console: Console, data: Inspection) -> None:

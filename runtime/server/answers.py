@@ -5,8 +5,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from ..formats import Formats
 from ..output import Delta
-from ..parsers.answer import AnswerParser, Formats
+from ..parsers.answer import AnswerParser
 from ..parsers.core import Call, Machine, Parts, State
 from ..parsers.tools import json_calls
 from .openai import ChatRequest
@@ -29,9 +30,9 @@ class ChoiceReader:
         if request.forced:
             self._parser = forced_parser()
         elif constrained:
-            self._parser = Formats().parser(prompt, None)
+            self._parser = AnswerParser(Formats(), prompt, None)
         else:
-            self._parser = formats.parser(prompt, schemas if request.offered else None)
+            self._parser = AnswerParser(formats, prompt, schemas if request.offered else None)
         self._most = None if request.parallel_tool_calls else 1
         self._calls = 0
 

@@ -10,6 +10,7 @@ import msgspec
 
 from .. import grammar
 from ..errors import UserError
+from ..parsers.answer import needs_special
 from ..prompt import Prompts
 from ..request import SamplingParams
 from .errors import ApiError
@@ -438,7 +439,7 @@ class ChatRequest(_Request, kw_only=True):
         if self.offered and not self.forced and formats.tools is None:
             message = "tools is not supported: the chat template shows no known form of calls, see --tool-call-parser"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
-        if formats.special(bool(self.offered)):
+        if needs_special(formats, tools_offered=bool(self.offered)):
             changes["skip_special_tokens"] = False
         return self.sampling(prompts, max_tokens=self.limit, **changes)
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..options import EngineOptions
+from ..options import EngineOptions, TextOptions
 from ..stderr import patient_stderr
 from .options import HttpOptions
 
@@ -41,8 +41,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    tool_parser: str | None = None,
-    reasoning_parser: str | None = None,
+    text: TextOptions | None = None,
     http: HttpOptions | None = None,
 ) -> None:
     """Serve a plan until SIGTERM or SIGINT.
@@ -57,8 +56,8 @@ def serve(
     from ..process import spawn_engine
 
     engine = spawn_engine(directory, options)
-    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    told: dict[str, Any] = {"directory": directory.absolute(), "options": options, "http": http, "parsers": parsers}
+    told: dict[str, Any] = {"directory": directory.absolute(), "options": options, "http": http}
+    told["text"] = text or TextOptions()
     with ExitStack() as cleanup:
         if http.uds:
             cleanup.callback(http.uds.unlink, missing_ok=True)
@@ -80,7 +79,7 @@ def run_service(
     directory: Path,
     options: EngineOptions,
     http: HttpOptions,
-    parsers: dict[str, str | None],
+    text: TextOptions,
     began: float = 0.0,
     worker: WorkerOptions | None = None,
 ) -> None:
@@ -97,7 +96,7 @@ def run_service(
     service = Service(
         engine.plan,
         engine,
-        partial(Prompts.open, directory, engine.plan, **parsers),
+        partial(Prompts.open, directory, engine.plan, text),
         most_open=most_open,
         request_timeout=http.request_timeout,
     )

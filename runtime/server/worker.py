@@ -70,7 +70,7 @@ def main() -> None:
         directory=told.directory,
         options=told.options,
         http=told.http,
-        parsers=told.parsers,
+        text=told.text,
         worker=told,
     )
 

@@ -25,7 +25,7 @@ import zmq
 
 from ..client import Stream
 from ..errors import InternalError, UserError
-from ..options import EngineOptions
+from ..options import EngineOptions, TextOptions
 from ..process import ProcessEngine
 from ..request import Abort, Add, Command, Error, Event, Finished, Ping, Profile, Profiled, Shutdown
 from ..sockets import close_socket, open_socket, readable
@@ -51,7 +51,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The plan."""
     options: EngineOptions
     http: HttpOptions
-    parsers: dict[str, str | None]
+    text: TextOptions
     listener: int
     """File descriptor of the socket that all workers accept from."""
 

@@ -13,7 +13,8 @@ import toolkit
 ROOT = Path(toolkit.__file__).parent
 FOLDERS = ("cli", "compiler", "kernels_templates", "models", "passes", "runtime")
 SHARED = frozenset(
-    f"runtime.{name}" for name in ("plan", "encodings", "env", "errors", "decode", "step", "options", "tuning")
+    f"runtime.{name}"
+    for name in ("plan", "encodings", "env", "errors", "decode", "step", "options", "tuning", "formats")
 )
 ALLOWED: dict[str, frozenset[str]] = {
     "cli": frozenset({*FOLDERS, ""}),

@@ -208,6 +208,7 @@ def test_inspect_prints_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
         "embedding:model.embed_tokens",
         "KV cache",
         "x86-64-v3",
+        "tool calls: hermes, reasoning: no known form",
     ):
         assert shown in text
     assert main.run(["inspect", str(tmp_path / "plan"), "--launches"]) == 0

@@ -25,7 +25,10 @@ from toolkit.models.tokenizer import write_text
 from toolkit.runtime.chat import ChatTemplate
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.errors import UserError
+from toolkit.runtime.formats import Formats
+from toolkit.runtime.options import TextOptions
 from toolkit.runtime.plan import Plan, Text
+from toolkit.runtime.prompt import Prompts
 from toolkit.runtime.tokenizer import Tokenizer
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -102,6 +105,28 @@ def test_a_template_for_tools_is_kept_apart(directory: Path, tmp_path: Path) -> 
     for tools in (None, [{"type": "function"}]):
         expected = reference.apply_chat_template(CHAT, tools=tools, tokenize=False)
         assert ChatTemplate.open(tmp_path / "plan").render(CHAT, tools, False) == expected
+
+
+def test_the_forms_of_answers_are_told_by_the_templates_and_special_tokens(directory: Path, tmp_path: Path) -> None:
+    reference: Any = AutoTokenizer.from_pretrained(str(directory))
+    templates = {"default": TEMPLATE + "</think>", "tool_use": "{{ tools | tojson }}", "rag": "[TOOL_CALLS]"}
+    reference.chat_template = templates
+    reference.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    reference.save_pretrained(tmp_path / "source")
+    (tmp_path / "plan").mkdir()
+    text = write_text(opened(TextFiles(directory=tmp_path / "source")), tmp_path / "plan")
+    assert text is not None
+    assert text.formats == Formats("llama3_json", "qwen3")
+    recorded = plan(text)
+    assert Prompts.open(tmp_path / "plan", recorded).formats == text.formats
+    older = plan(msgspec.structs.replace(text, formats=None))
+    assert Prompts.open(tmp_path / "plan", older).formats == text.formats
+    changed = plan(msgspec.structs.replace(text, formats=Formats("hermes")))
+    assert Prompts.open(tmp_path / "plan", changed).formats == Formats("hermes")
+    chosen = TextOptions(reasoning_parser="glm", chat_template="{{ messages[0].content }}<arg_key>{{ eos_token }}")
+    prompts = Prompts.open(tmp_path / "plan", changed, chosen)
+    assert prompts.formats == Formats("glm", "glm")
+    assert prompts.render(CHAT) == "Hi there<arg_key></s>"
 
 
 def test_the_generation_config_is_copied_or_made(directory: Path, tmp_path: Path) -> None:

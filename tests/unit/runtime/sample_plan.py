@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from toolkit.runtime.encodings import FLOAT32
+from toolkit.runtime.formats import Formats
 from toolkit.runtime.plan import (
     MAJOR,
     MINOR,
@@ -64,7 +65,13 @@ def sample_plan(library: bytes, weights: bytes, tokenizer: bytes, *, page_tokens
         weight_files=(WeightFile("weights.safetensors", len(weights), hashlib.sha256(weights).hexdigest()),),
         caches=(cache,),
         memory=MemoryPlan(128, len(weights), 1024),
-        text=Text({"tokenizer.json": hashlib.sha256(tokenizer).hexdigest()}, "<s>", "</s>", add_bos=True),
+        text=Text(
+            {"tokenizer.json": hashlib.sha256(tokenizer).hexdigest()},
+            "<s>",
+            "</s>",
+            add_bos=True,
+            formats=Formats("hermes"),
+        ),
         eos_token_ids=(2,),
         bos_token_id=1,
         report=Report(10, 5, (PassReport("fuse", 3, 10, 5),)),

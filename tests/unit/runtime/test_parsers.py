@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.runtime.errors import UserError
-from toolkit.runtime.parsers.answer import REASONING_PARSERS, TOOL_PARSERS, Formats
+from toolkit.runtime.formats import Formats, detect_formats
+from toolkit.runtime.options import TextOptions
+from toolkit.runtime.parsers.answer import REASONING_PARSERS, TOOL_PARSERS, AnswerParser, chosen_formats
 from toolkit.runtime.parsers.core import Parts
 
 SCHEMAS = {"weather": {"city": {"type": "string"}, "days": {"type": "integer"}}, "time": {}}
@@ -114,7 +116,7 @@ MARKS += [mark for text, _, _ in OUTPUTS.values() for mark in (text[: len(text) 
 
 
 def parse(formats: Formats, pieces: list[str], prompt: str = "") -> Parts:
-    parser = formats.parser(prompt, SCHEMAS)
+    parser = AnswerParser(formats, prompt, SCHEMAS)
     parts = Parts()
     for piece in pieces:
         parts += parser.push(piece)
@@ -171,7 +173,7 @@ def test_what_is_no_call_is_content(text: str) -> None:
 
 
 def test_plain_text_passes_at_once() -> None:
-    parser = Formats("hermes", "qwen3").parser("", SCHEMAS)
+    parser = AnswerParser(Formats("hermes", "qwen3"), "", SCHEMAS)
     assert [parser.push(piece).content for piece in ("Hello", " <b>", "x <tool", "s>")] == [
         "Hello",
         " <b>",
@@ -193,10 +195,20 @@ def test_plain_text_passes_at_once() -> None:
     ],
 )
 def test_formats_are_detected_in_templates(template: str, formats: Formats) -> None:
-    assert Formats.of(template) == formats
+    assert detect_formats(template) == formats
+
+
+def test_special_tokens_tell_what_a_template_with_tools_leaves_open() -> None:
+    special = ["<|begin_of_text|>", "<|python_tag|>"]
+    assert detect_formats("{% if tools %}Call them in JSON{% endif %}", special) == Formats("llama3_json")
+    assert detect_formats("{{ messages }}", special) == Formats()
+    assert detect_formats("{% if tools %}<tool_call>{% endif %}", special) == Formats("hermes")
 
 
 def test_the_user_chooses_before_the_template() -> None:
-    assert Formats.of("<tool_call>", "openai", "qwen3") == Formats("gpt-oss", "qwen3")
+    told = Formats("hermes", "glm")
+    assert chosen_formats(told, TextOptions()) == told
+    chosen = TextOptions(tool_parser="openai", reasoning_parser="qwen3")
+    assert chosen_formats(told, chosen) == Formats("gpt-oss", "qwen3")
     with pytest.raises(UserError, match="no tool-call parser 'x': choose one of hermes"):
-        Formats.of("", "x")
+        chosen_formats(told, TextOptions(tool_parser="x"))

@@ -18,8 +18,8 @@ from starlette.applications import Starlette
 from unit.runtime.sample_plan import sample_plan
 
 from toolkit.runtime.errors import InternalError, UserError
+from toolkit.runtime.formats import Formats
 from toolkit.runtime.output import IncrementalDecoder
-from toolkit.runtime.parsers.answer import Formats
 from toolkit.runtime.plan import Plan
 from toolkit.runtime.prompt import Prompts
 from toolkit.runtime.request import (

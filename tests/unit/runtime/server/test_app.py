@@ -13,7 +13,7 @@ import openai
 import pytest
 from unit.runtime.server.fakes import EOS, Server
 
-from toolkit.runtime.parsers.answer import Formats
+from toolkit.runtime.formats import Formats
 from toolkit.runtime.request import Error
 
 REPLY = "Hello, wörld!"

@@ -11,7 +11,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from unit.runtime.server.fakes import Server
 from unit.runtime.server.test_app import REPLY, serve
 
-from toolkit.runtime.parsers.answer import Formats
+from toolkit.runtime.formats import Formats
 from toolkit.runtime.request import Error
 from toolkit.runtime.server.errors import ApiError
 from toolkit.runtime.server.messages import REFUSED, CountRequest, MessagesRequest

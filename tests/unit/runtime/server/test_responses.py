@@ -14,7 +14,7 @@ from unit.runtime.server.fakes import Server
 from unit.runtime.server.test_app import REPLY, sdk, serve
 from unit.runtime.server.test_manage import started
 
-from toolkit.runtime.parsers.answer import Formats
+from toolkit.runtime.formats import Formats
 from toolkit.runtime.request import Error
 from toolkit.runtime.server.response_input import REFUSED, ResponsesRequest, messages_of
 from toolkit.runtime.server.response_store import ResponseStore, Stored
