@@ -82,7 +82,7 @@ class Summary(msgspec.Struct, frozen=True):
     type=click.Choice(["auto", *get_args(KvDType)]),
     default="auto",
     show_default=True,
-    help="How the K/V cache is stored; int8 holds about twice the tokens of float16, which is usual.",
+    help="How the K/V cache is stored; int8 and, on GPUs, fp8 hold about twice the tokens of 16 bits.",
 )
 @click.option("--max-batch", type=int, help="Most sequences in a step.  [default: 64, 256 on GPUs]")
 @click.option("--max-context", type=int, help="Most tokens of a sequence.  [default: the model's, at most 8192]")

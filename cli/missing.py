@@ -43,7 +43,8 @@ def find_missing(
 
     The choices are those of `compile`. Raises UserError for what can't be opened or chosen.
     """
-    chosen, wanted_kv = parse_target(target), parse_kv_dtype(kv_cache_dtype)
+    chosen = parse_target(target)
+    wanted_kv = parse_kv_dtype(kv_cache_dtype, chosen)
     require_compile_extra()
     from ..compiler.lower import NoKernelError, lower
     from ..compiler.pass_ import run_passes

@@ -126,11 +126,12 @@ def _within(bounds: Bounds, tokens: int) -> Bounds:
     return replace(bounds, max_tokens=tokens, max_sequences=sequences, max_rows=rows)
 
 
-def parse_kv_dtype(text: str) -> KvDType | None:
-    """The `--kv-cache-dtype` that the user chose, or None for `auto`. Raises UserError for anything else."""
-    found = next((dtype for dtype in get_args(KvDType) if dtype == text), None)
+def parse_kv_dtype(text: str, target: Target) -> KvDType | None:
+    """The `--kv-cache-dtype` that the user chose, or None for `auto`. Raises UserError for what the target lacks."""
+    known = [dtype for dtype in get_args(KvDType) if dtype != "fp8" or target.kind == "cuda"]
+    found = next((dtype for dtype in known if dtype == text), None)
     if found is None and text != "auto":
-        raise UserError(f"--kv-cache-dtype must be auto, {', '.join(get_args(KvDType))}, found {text!r}")
+        raise UserError(f"--kv-cache-dtype for {target.name} must be auto, {', '.join(known)}, found {text!r}")
     return found
 
 

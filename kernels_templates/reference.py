@@ -4,7 +4,7 @@ A *page* of one layer holds `page_tokens` tokens, a multiple of 16, in the layou
 
     keys    [kv_heads][page_tokens / 16][key_dim][16]     a panel of 16 tokens, column by column
     values  [kv_heads][page_tokens][value_dim]
-    scales  [2][kv_heads][page_tokens]                    float16, of keys, then of values: in int8 caches alone
+    scales  [2][kv_heads][page_tokens]                    float16, of keys, then of values: in int8 and fp8 caches alone
 
 Keys lie column by column so that 16 scores are computed together, without sums across a vector. Token t of a page is
 lane t % 16 of panel t / 16. A slot is `page * page_tokens + t`; page 0 is the trash page, which is never read.
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.plan import KvDType
+from ..runtime.encodings import e4m3_values
+from ..runtime.plan import LARGEST_CODE, KvDType
 
 Array = npt.NDArray[Any]
 
@@ -32,6 +33,7 @@ _STORAGE: dict[KvDType, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
     "int8": np.dtype(np.int8),
+    "fp8": np.dtype(np.uint8),
 }
 
 
@@ -40,23 +42,32 @@ def page_bytes(heads: int, key_dim: int, value_dim: int, page_tokens: int, dtype
     if page_tokens <= 0 or page_tokens % PANEL:
         raise ValueError(f"page_tokens must be a multiple of {PANEL}, found {page_tokens}")
     numbers = heads * page_tokens * (key_dim + value_dim) * _STORAGE[dtype].itemsize
-    return numbers + (2 * heads * page_tokens * np.dtype(np.float16).itemsize if dtype == "int8" else 0)
+    return numbers + (2 * heads * page_tokens * np.dtype(np.float16).itemsize if dtype in LARGEST_CODE else 0)
 
 
-def store_scales(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
-    """The scales [..] of vectors x[.., dim] in an int8 cache."""
+def store_scales(x: npt.NDArray[np.float32], dtype: KvDType) -> npt.NDArray[np.float16]:
+    """The scales [..] of vectors x[.., dim] in a cache of codes."""
     with np.errstate(over="ignore"):
-        scales: npt.NDArray[np.float16] = (np.abs(x).max(axis=-1) / np.float32(127)).astype(np.float16)
+        scales: npt.NDArray[np.float16] = (np.abs(x).max(axis=-1) / np.float32(LARGEST_CODE[dtype])).astype(np.float16)
     return scales
+
+
+def _float8(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """The nearest 8-bit floats (E4M3), ties to even; numbers are at most 448."""
+    sizes = e4m3_values()[:127]
+    between = (sizes[1:] + sizes[:-1]) / 2
+    code = np.searchsorted(between, np.abs(x))
+    code += (np.abs(x) == between[np.minimum(code, 125)]) & (code % 2 == 1)
+    return (code + 128 * (x < 0)).astype(np.uint8)
 
 
 def store(x: npt.NDArray[np.float32], dtype: KvDType) -> Array:
     """Vectors x[.., dim] as numbers of a cache, rounded to nearest even; bfloat16 as uint16 bit patterns."""
-    if dtype == "int8":
-        scales = store_scales(x).astype(np.float32)[..., None]
+    if dtype in LARGEST_CODE:
+        scales, most = store_scales(x, dtype).astype(np.float32)[..., None], LARGEST_CODE[dtype]
         with np.errstate(invalid="ignore", divide="ignore"):
-            codes = np.clip(np.rint(x / scales), -127, 127)
-        return np.where(scales > 0, np.nan_to_num(codes), 0).astype(np.int8)
+            codes = np.where(scales > 0, np.nan_to_num(np.clip(x / scales, -most, most)), 0).astype(np.float32)
+        return np.rint(codes).astype(np.int8) if dtype == "int8" else _float8(codes)
     if dtype != "bfloat16":
         return x.astype(_STORAGE[dtype])
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
@@ -65,7 +76,9 @@ def store(x: npt.NDArray[np.float32], dtype: KvDType) -> Array:
 
 
 def restore(x: Array, dtype: KvDType) -> npt.NDArray[np.float32]:
-    """The floats that `store` kept; those of an int8 cache are still without their scales."""
+    """The floats that `store` kept; those of a cache of codes are still without their scales."""
+    if dtype == "fp8":
+        return e4m3_values()[x]
     if dtype != "bfloat16":
         return x.astype(np.float32)
     return (x.astype(np.uint32) << 16).view(np.float32)
@@ -118,7 +131,7 @@ class PagedCache:
 
     @property
     def scales(self) -> npt.NDArray[np.float16]:
-        """A view [pages, 2, heads, page_tokens] of an int8 cache: scales of keys, then of values."""
+        """A view [pages, 2, heads, page_tokens] of a cache of codes: scales of keys, then of values."""
         start = self.heads * self.page_tokens * (self.key_dim + self.value_dim)
         view: npt.NDArray[np.float16] = self.data[:, start:].view(np.float16)
         return view.reshape(-1, 2, self.heads, self.page_tokens)
@@ -131,9 +144,9 @@ class PagedCache:
         else:
             self.keys[pages, :, tokens // PANEL, :, tokens % PANEL] = store(k, self.dtype)
         self.values[pages, :, tokens] = store(v, self.dtype)
-        if self.dtype == "int8":
+        if self.dtype in LARGEST_CODE:
             for which, x in enumerate((k, v)):
-                self.scales[pages, which, :, tokens] = store_scales(x)
+                self.scales[pages, which, :, tokens] = store_scales(x, self.dtype)
 
     def read(self, pages: Array, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Keys [length, heads, key_dim] and values [length, heads, value_dim] of a sequence with these pages."""
@@ -141,7 +154,7 @@ class PagedCache:
         k = self.keys[pages].transpose(order).reshape(-1, self.heads, self.key_dim)[:length]
         v = self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
         keys, values = restore(k, self.dtype), restore(v, self.dtype)
-        if self.dtype == "int8":
+        if self.dtype in LARGEST_CODE:
             scales = self.scales[pages].transpose(1, 0, 3, 2).reshape(2, -1, self.heads, 1)[:, :length]
             with np.errstate(invalid="ignore"):
                 keys, values = keys * scales[0], values * scales[1]

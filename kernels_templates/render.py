@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 
 from ..runtime.encodings import LEVELS
-from ..runtime.plan import ArchName, IsaName
+from ..runtime.plan import LARGEST_CODE, ArchName, IsaName
 from ..runtime.step import MAX_TOP
 from .catalog import ArgSpec, Family, KernelSpec
 from .cuda.attention import (
@@ -43,7 +43,8 @@ def _environment() -> jinja2.Environment:
         "block_columns": block_columns,
         "block_offsets": block_offsets,
     }
-    environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP, "sample_part": PART}
+    environment.tests["coded"] = LARGEST_CODE.__contains__
+    environment.globals |= {"levels": LEVELS, "max_top": MAX_TOP, "sample_part": PART, "largest_code": LARGEST_CODE}
     environment.globals |= {
         each.__name__: each
         for each in (

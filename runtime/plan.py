@@ -21,8 +21,10 @@ MAJOR, MINOR = 1, 4
 
 Generator = Literal["cpp", "tvm"]
 """What wrote a kernel's machine code: a C++ template, or TVM."""
-KvDType = Literal["float32", "float16", "bfloat16", "int8"]
-"""Numbers of a K/V cache; int8 has a float16 scale for each token and head."""
+KvDType = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
+"""Numbers of a K/V cache; int8 and fp8 (E4M3) are codes with a float16 scale for each token and head."""
+LARGEST_CODE: dict[KvDType, int] = {"int8": 127, "fp8": 448}
+"""What a vector's largest magnitude becomes in a cache of codes."""
 IsaName = Literal["x86-64-v3", "x86-64-v4"]
 """Instruction set levels of x86-64, as its psABI names them."""
 

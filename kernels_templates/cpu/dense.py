@@ -22,7 +22,7 @@ from ..catalog import (
     int_arg,
 )
 
-KV_DTYPES = get_args(KvDType)
+KV_DTYPES = tuple(dtype for dtype in get_args(KvDType) if dtype != "fp8")
 
 
 def _in(name: str, when: str = "") -> ArgSpec:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
+from ...runtime.plan import LARGEST_CODE, KvDType
 from ..catalog import (
     ANY,
     BOOLS,
@@ -28,11 +30,11 @@ from ..catalog import (
     input_arg,
     int_arg,
 )
-from ..cpu.dense import KV_DTYPES
 from .basic import REALS, blocks, out_arg, real_arg, weight_arg
 
 BLOCKS = 256
 """What callers give for `blocks`."""
+KV_DTYPES = get_args(KvDType)
 
 
 ROPE_TABLE = Family(
@@ -147,7 +149,7 @@ _DOC = """Causal attention of q[T, heads, key_dim] over the pages of each sequen
 
 def takes_tensor_cores(real: str, dtype: str) -> bool:
     """Whether attention over a cache of this type can be computed by tensor cores."""
-    return real != "float32" and dtype in (real, "int8")
+    return real != "float32" and (dtype == real or dtype in LARGEST_CODE)
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,11 @@ class DecodeTiles:
 def decode_tiles(key_dim: int, value_dim: int, dtype: str, arch: int) -> DecodeTiles:
     """As many warps and stages as fit; `arch` is a compute capability, as a number."""
     limit = 232_448 if arch == 90 else 101_376
-    size = 1 if dtype == "int8" else 2
+    size = 1 if dtype in LARGEST_CODE else 2
     columns = [-(-width // 16) * 16 for width in (key_dim, value_dim)]
     key_row, value_row = (width * size + (16 if width * size // 16 % 2 == 0 else 32) for width in columns)
     tile = 32 if max(columns) <= 64 else 16  # a warp's step takes about as long for either
-    stage = tile * (key_row + value_row + (4 if dtype == "int8" else 0))
+    stage = tile * (key_row + value_row + (4 if dtype in LARGEST_CODE else 0))
     options = [
         DecodeTiles(tile, warps, stages, key_row, value_row, stage, columns[1])
         for warps, least in ((8, 3), (4, 2), (2, 2))
@@ -247,7 +249,7 @@ def _prefill_grid(hopper: bool, params: Mapping[str, ParamValue]) -> Grid:
     dtype, dims = str(params["dtype"]), (int(params["key_dim"]), int(params["value_dim"]))
     if not takes_tensor_cores(str(params["real"]), dtype):
         return _persistent(256)
-    if hopper and dtype != "int8":
+    if hopper and dtype not in LARGEST_CODE:
         panels = prefill_panels(*dims)
         return _persistent(panels.rows * 2, panels.shared)
     return _persistent(256, 2 * prefill_tiles(*dims, dtype).stage_bytes)

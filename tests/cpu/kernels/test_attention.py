@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels_templates.catalog import KernelSpec
+from toolkit.kernels_templates.cpu.dense import KV_DTYPES
 from toolkit.kernels_templates.packing import q8_row_bytes
 from toolkit.kernels_templates.reference import PagedCache, attention, page_bytes, restore, store
 from toolkit.runtime.plan import IsaName, KvDType
@@ -208,7 +209,7 @@ def test_extreme_scores_stay_finite_and_nan_stays_nan(isa: IsaName) -> None:
 
 
 @pytest.mark.parametrize("isa", isas())
-@pytest.mark.parametrize("dtype", get_args(KvDType))
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(40, 24), (35, 13)])
 def test_kv_write(key_dim: int, value_dim: int, dtype: KvDType, isa: IsaName) -> None:
     rng = np.random.default_rng()

@@ -20,6 +20,9 @@ ON_BOTH = ("llama", "qwen3", "gemma3_text")
 TUNED = ("llama", "bfloat16")
 """The model whose plan carries alternatives to its kernels."""
 
+CACHES = ("int8", "fp8")
+"""Caches of codes that the same model has plans for, compared with its CPU plan."""
+
 
 def make_plans(directory: Path, arch: str) -> None:
     """Write DIRECTORY/MODEL-DTYPE-{cpu,gpu}, and DIRECTORY/hf/MODEL-DTYPE/{model,plan}."""
@@ -34,6 +37,9 @@ def make_plans(directory: Path, arch: str) -> None:
             if kind in ON_BOTH:
                 compile_tiny(target="cpu", output=directory / f"{kind}-{dtype}-cpu")
                 (directory / f"{kind}-{dtype}-gpu").symlink_to(here.relative_to(directory) / "plan")
+            for cache in CACHES if tuned else ():
+                compile_tiny(target=arch, output=directory / f"{kind}+{cache}-{dtype}-gpu", kv_cache_dtype=cache)
+                (directory / f"{kind}+{cache}-{dtype}-cpu").symlink_to(f"{kind}-{dtype}-cpu")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,11 @@ def test_kv_dtype() -> None:
 
 
 def test_the_users_kv_dtype() -> None:
-    assert parse_kv_dtype("auto") is None
-    assert parse_kv_dtype("int8") == "int8"
-    with pytest.raises(UserError, match="must be auto, float32, float16, bfloat16, int8, found 'fp8'"):
-        parse_kv_dtype("fp8")
+    gpu = cuda_target(["sm90"])
+    assert parse_kv_dtype("auto", CPU) is None
+    assert parse_kv_dtype("int8", CPU) == "int8"
+    assert parse_kv_dtype("fp8", gpu) == "fp8"
+    with pytest.raises(UserError, match=r"for cpu must be auto, float32, float16, bfloat16, int8, found 'fp8'"):
+        parse_kv_dtype("fp8", CPU)
+    with pytest.raises(UserError, match=r"for sm90 must be auto, .*, fp8, found 'int4'"):
+        parse_kv_dtype("int4", gpu)
