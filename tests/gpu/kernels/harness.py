@@ -55,6 +55,7 @@ class Buffer:
     """Device memory with a copy of an array."""
 
     def __init__(self, array: Array) -> None:
+        gpu()
         self.array = np.ascontiguousarray(array)
         self.address = int(check(driver.cuMemAlloc(max(1, self.array.nbytes))))
         check(driver.cuMemcpyHtoD(self.address, self.array.ctypes.data, self.array.nbytes))
