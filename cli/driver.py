@@ -95,6 +95,7 @@ def compile(
             str(model),
             dtype=dtype,
             quantized_dtype=chosen.quantized_dtype,
+            keeps_float8=chosen.kind == "cuda",
             random=seed is not None,
             reuse=reuse,
         )

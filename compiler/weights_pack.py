@@ -161,7 +161,9 @@ def _encoded(chunk: EncodedArray, encoding: Encoding, tensor: LazyTensor, losses
 def _checked(tensor: LazyTensor, start: int, stop: int) -> EncodedArray:
     """Rows of a tensor, if all their numbers are finite."""
     chunk = tensor.read(start, stop)
-    parts = (chunk.scale, chunk.minimum) if chunk.encoding.kind == "affine" else (chunk.data,)
+    parts = [chunk.scale, chunk.minimum] if chunk.encoding.kind == "affine" else [chunk.data]
+    if chunk.encoding.levels == "e4m3":
+        parts.append(np.where(chunk.data.view(np.uint8) & 0x7F == 0x7F, np.float32(np.nan), np.float32(0)))
     for part in parts:
         if part is not None and not (finite := _is_finite(part)).all():
             row = start + int(np.argmin(finite.reshape(len(finite), -1).all(axis=1)))

@@ -172,6 +172,8 @@ class Quantized:
     """Rows and columns that share a scale of 8-bit floats."""
     zero_offset: int = 1
     """What GPTQ's zeros lack."""
+    keeps_float8: bool = False
+    """Whether 8-bit floats may stay so."""
 
 
 class Checkpoint:
@@ -200,9 +202,7 @@ class Checkpoint:
         known = quantized or Quantized()
         packed, parts = packed_tensors(stored, known.zero_offset)
         self._tensors: dict[str, FileTensor | Float8Tensor | PackedTensor] = {
-            name: _with_scales(name, tensor, stored, known.block)
-            for name, tensor in stored.items()
-            if name not in parts
+            name: _with_scales(name, tensor, stored, known) for name, tensor in stored.items() if name not in parts
         }
         self._tensors |= packed
 
@@ -228,20 +228,20 @@ class Checkpoint:
 
 
 def _with_scales(
-    name: str, tensor: FileTensor, stored: Mapping[str, FileTensor], block: tuple[int, int]
+    name: str, tensor: FileTensor, stored: Mapping[str, FileTensor], quantized: Quantized
 ) -> FileTensor | Float8Tensor:
     """A tensor of 8-bit floats together with its scales, if the checkpoint has them; else the tensor as it is."""
     if tensor.format not in FORMATS:
         return tensor
     scales = (stored[name + suffix] for suffix in SCALES if name + suffix in stored)
     found = next(scales, None)
-    return tensor if found is None else Float8Tensor(tensor, found, block)
+    return tensor if found is None else Float8Tensor(tensor, found, quantized.block, quantized.keeps_float8)
 
 
 def float8_notes(checkpoint: Checkpoint) -> Iterator[str]:
     """What a user should know of weights in 8-bit floats."""
-    count = sum(isinstance(checkpoint[name], Float8Tensor) for name in checkpoint)
-    if count:
+    found = (checkpoint[name] for name in checkpoint)
+    if count := sum(isinstance(tensor, Float8Tensor) and tensor.encoding == FLOAT32 for tensor in found):
         yield (
             f"{count} tensors are 8-bit floats with scales in the checkpoint; `--quant keep` stores their exact values "
             "as float32, 4 times the size: --quant int8, fp8 on GPUs, or none for --dtype, stores less"

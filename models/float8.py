@@ -1,6 +1,9 @@
-"""Weights stored in 8-bit floats with scales, as checkpoints for GPUs have them: decoded exactly into float32.
+"""Weights stored in 8-bit floats with scales, as checkpoints for GPUs have them.
 
     value = code * scale            of the whole tensor, of each row, or of each block of rows and columns
+
+Where kernels multiply E4M3, codes and scales are kept, a scale for each group of a row's columns; else values are
+decoded exactly into float32.
 
 The scales of `X.weight` are `X.weight_scale` or `X.weight_scale_inv`; both multiply. Formats: "OCP 8-bit Floating Point
 Specification", E4M3 (no infinity) and E5M2; scales as Hugging Face's `fp8` and compressed-tensors' float checkpoints.
@@ -9,7 +12,8 @@ Specification", E4M3 (no infinity) and E5M2; scales as Hugging Face's `fp8` and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 FORMATS = ("F8_E4M3", "F8_E5M2")
 SCALES = ("_scale_inv", "_scale")
 """What is appended to a weight's name for its scales'."""
+_GROUPS = (128, 64, 32)
+"""Columns that share a scale, as kernels know."""
 BLOCK = (128, 128)
 """Rows and columns that share a scale, where the configuration does not say."""
 
@@ -45,7 +51,8 @@ class Float8Tensor:
     codes: FileTensor
     scales: FileTensor
     block: tuple[int, int] = BLOCK
-    encoding: Encoding = FLOAT32
+    keeps: bool = False
+    """Whether codes may be kept."""
 
     def __post_init__(self) -> None:
         """Raises UserError if the scales are of no known arrangement."""
@@ -72,11 +79,24 @@ class Float8Tensor:
     def format(self) -> str:
         return self.codes.format
 
+    @cached_property
+    def encoding(self) -> Encoding:
+        """The codes, or where they can't be kept the values."""
+        rows, columns = self.shape
+        width = columns if self.scales.shape in ((), (1,), (1, 1), (rows,), (rows, 1)) else gcd(columns, self.block[1])
+        group = next((size for size in _GROUPS if width % size == 0), 0)
+        if not self.keeps or self.format != "F8_E4M3" or not group:
+            return FLOAT32
+        return Encoding("affine", bits=8, group=group, scale="float32", levels="e4m3")
+
     def read(self, start: int = 0, stop: int | None = None) -> EncodedArray:
         """Rows `start:stop`."""
         first, last, _ = slice(start, stop).indices(self.shape[0])
-        numbers = values(self.format)[self.codes.read_raw(first, last)]
-        return EncodedArray(FLOAT32, numbers * self._row_scales(first, last))
+        codes, scales = self.codes.read_raw(first, last), self._row_scales(first, last)
+        if self.encoding == FLOAT32:
+            return EncodedArray(FLOAT32, values(self.format)[codes] * scales)
+        groups = np.broadcast_to(scales, codes.shape)[:, :: self.encoding.group]
+        return EncodedArray(self.encoding, codes.view(np.int8), np.ascontiguousarray(groups))
 
     def _row_scales(self, first: int, last: int) -> npt.NDArray[np.float32]:
         """Broadcast over rows `first:last`."""

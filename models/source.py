@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -66,14 +66,16 @@ def open_model(
     *,
     dtype: str = "auto",
     quantized_dtype: FloatName = "float32",
+    keeps_float8: bool = False,
     random: bool = False,
     reuse: bool = True,
 ) -> OpenedModel:
     """Open a directory, a `.gguf` file or a hub id (`owner/name`).
 
-    `dtype` "auto" is the checkpoint's own, `quantized_dtype` for a GGUF file of integer weights. With `random` only
-    config.json is needed, and the weights are shapes alone. With `reuse`, hashes of files that did not change are taken
-    from the cache. Raises UserError for whatever cannot be used.
+    `dtype` "auto" is the checkpoint's own, `quantized_dtype` for a GGUF file of integer weights. With
+    `keeps_float8` weights in 8-bit floats stay so, as kernels read them. With `random` only config.json is needed, and
+    the weights are shapes alone. With `reuse`, hashes of files that did not change are taken from the cache. Raises
+    UserError for whatever cannot be used.
     """
     if dtype not in ("auto", *get_args(FloatName)):
         raise UserError(f"--dtype must be auto, float32, bfloat16 or float16, not {dtype!r}.")
@@ -81,22 +83,25 @@ def open_model(
     if os.path.isfile(path):
         return _open_gguf(path, dtype, quantized_dtype, random, reuse)
     if os.path.isdir(path):
-        return _open_directory(path, dtype, random, reuse)
+        return _open_directory(path, dtype, random, reuse, keeps_float8=keeps_float8)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        return _open_directory(_download(model, not random), dtype, random, reuse, name=model)
+        folder = _download(model, not random)
+        return _open_directory(folder, dtype, random, reuse, name=model, keeps_float8=keeps_float8)
     raise UserError(f"There is no model at {model}: give a directory, a .gguf file or a hub id such as owner/name.")
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
-def _open_directory(directory: Path, dtype: str, random: bool, reuse: bool, name: str = "") -> OpenedModel:
+def _open_directory(
+    directory: Path, dtype: str, random: bool, reuse: bool, *, name: str = "", keeps_float8: bool = False
+) -> OpenedModel:
     config = _read_config(directory)
     used = [directory / file for file in ("config.json", "generation_config.json", INDEX, *_TEXT_FILES)]
     weights: TensorSource
     notes: tuple[str, ...] = ()
     if not random:
-        quantized = _quantized(directory, config)
+        quantized = replace(_quantized(directory, config), keeps_float8=keeps_float8)
         weights = Checkpoint(directory, _decoder_prefix(config), _renaming(config), quantized)
         notes = tuple(float8_notes(weights))
         stored: FloatName = _float_name(config.dtype) or _float_name(weights.main_encoding.kind) or "float32"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from unit.cli.tiny_plans import SIZES, make_tiny_plan, no_modules
+from unit.models.float8_writer import ARRANGEMENTS, store_float8
 
 from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
@@ -105,6 +106,26 @@ def compare(kind: str, tmp_path: Path) -> Plan:
             seen[name] += len(tokens)
     assert runner.numpy.used == ["tokens[64]", "tokens[64]", "decode[4]", "decode[1]", "tokens[64]"]
     return runner.plan
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_checkpoints_of_8_bit_floats_keep_their_codes(arrangement: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "llama")
+    values = store_float8(tmp_path / "model", arrangement)
+    plan = compile_model(
+        tmp_path / "model", target="sm90", dtype="float32", output=tmp_path / "plan", max_batch=4, max_context=64
+    )
+    parameters = dict(model.named_parameters())
+    for name, value in values.items():
+        parameters[name].data.copy_(value)
+    runner = NumpyRunner(plan)
+    kept = [each for each in runner.plan.weights.values() if each.encoding.levels == "e4m3"]
+    assert {source for each in kept for source in each.sources} == values.keys()
+    assert {(each.layout, each.encoding.scale) for each in kept} == {("operand16", "float32")}
+    tokens = sequences(model.config.vocab_size)["a"]
+    (found,) = runner.step([("a", tokens)])
+    np.testing.assert_allclose(found, expected(model, tokens), atol=2e-4)
 
 
 @pytest.mark.usefixtures("without_nvrtc")

@@ -19,7 +19,7 @@ from toolkit.runtime.encodings import EncodedArray, e4m3_values
 NAMES = (
     *("a4g32", "a4g32m", "a4g64m", "a4g128", "a4g128m", "a8g32", "a8g128", "a5g32", "a5g32m", "a6g16k", "a4g32mk"),
     *("a5g32mk", "a2g16mk", "a3g16k", "iq4g32", "iq4g32k", "e2m1g16", "a6g32w"),
-    *("e4m3g128w", "e4m3g32"),
+    *("e4m3g128w", "e4m3g64w", "e4m3g32w", "e4m3g32"),
 )
 HALF = ("bfloat16", "float16")
 
@@ -150,17 +150,18 @@ def test_quantize_float8(columns: int, real: str) -> None:
 
 @pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("sizes", [(64, 2, 2, 256, 2), (128, 1, 2, 256, 2), (96, 4, 2, 256, 2), (64, 1, 1, 512, 1)])
-def test_float8(tile_rows: int, sizes: Hopper) -> None:
+@pytest.mark.parametrize("name", ["e4m3g128w", "e4m3g64w", "e4m3g32w"])
+def test_float8(tile_rows: int, sizes: Hopper, name: str) -> None:
     for shape, gated in (((tile_rows + 7, 200, 2816), False), ((tile_rows, 416, 768), True)):
         rows, columns, inner = shape
         codes, scale, numbers = rounded(np.random.default_rng(1).standard_normal((rows, inner)))
         params: dict[str, ParamValue] = {
             "tile_rows": tile_rows,
             "narrow": True,
-            "encoding": "e4m3g128w",
+            "encoding": name,
             **hopper(sizes),
         }
-        packed, weight = quantized("e4m3g128w", columns, inner)
+        packed, weight = quantized(name, columns, inner)
         given = {"x": codes, "x_scale": scale, "weight": packed}, numbers, weight
         compare("linear_float8", "bfloat16", shape, gated, given, **params)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from gpu.runtime.models import DTYPES, KINDS, folder, random_model
+from unit.models.float8_writer import store_float8
 
 from toolkit.cli.driver import compile as compile_model
 
@@ -19,6 +20,9 @@ ON_BOTH = ("llama", "qwen3", "gemma3_text")
 
 TUNED = ("llama", "bfloat16")
 """The model whose plan carries alternatives to its kernels."""
+
+FLOAT8 = "block"
+"""What shares a scale where that model's checkpoint is in 8-bit floats; its CPU plan computes with their values."""
 
 CACHES = ("int8", "fp8")
 """Caches of codes that the same model has plans for, compared with its CPU plan."""
@@ -40,6 +44,12 @@ def make_plans(directory: Path, arch: str) -> None:
             for cache in CACHES if tuned else ():
                 compile_tiny(target=arch, output=directory / f"{kind}+{cache}-{dtype}-gpu", kv_cache_dtype=cache)
                 (directory / f"{kind}+{cache}-{dtype}-cpu").symlink_to(f"{kind}-{dtype}-cpu")
+            if tuned:
+                model.save_pretrained(directory / "hf8")
+                store_float8(directory / "hf8", FLOAT8)
+                for target, name in ((arch, "gpu"), ("cpu", "cpu")):
+                    output = directory / f"{kind}+float8-{dtype}-{name}"
+                    compile_model(directory / "hf8", max_batch=8, max_context=320, target=target, output=output)
 
 
 if __name__ == "__main__":

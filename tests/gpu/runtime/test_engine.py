@@ -28,8 +28,8 @@ PLANS = os.environ.get("TOOLKIT_GPU_PLANS", "")
 FOLDER = Path(PLANS)
 NAMES = sorted(path.name.removesuffix("-gpu") for path in FOLDER.glob("*-gpu")) if PLANS else []
 STEPS = 48
-TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "int8": 0.3, "fp8": 0.8}
-"""How much less likely than the best a token may be, in nats, by the CPU's numbers; for caches of codes by type."""
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.25, "int8": 0.3, "fp8": 0.8, "float8": 0.5}
+"""How much less likely than the best a token may be, in nats, by the CPU's numbers; `float8` rounds activations too."""
 
 pytestmark = pytest.mark.skipif(not NAMES, reason="TOOLKIT_GPU_PLANS names no folder of plans: see make_plans.py")
 

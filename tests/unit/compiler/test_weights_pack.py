@@ -66,6 +66,13 @@ def test_kept_encodings_come_back_exactly(encoding: Encoding, tmp_path: Path) ->
     np.testing.assert_array_equal(found.decode(), stored.decode())
 
 
+def test_8_bit_floats_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    stored = encode(random(37, 64), Encoding("affine", bits=8, group=64, scale="float32", levels="e4m3"))
+    stored.data[20, 3] = -1
+    with pytest.raises(UserError, match="tensor w holds NaN or infinity in row 20"):
+        packed(Memory.of(w=stored), tmp_path, "operand16", param("w", (37, 64)))
+
+
 def test_pieces_join_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 20 * 64 * 4)
     parts = {name: encode(random(rows, 64), Q8_0) for name, rows in (("q", 40), ("k", 9), ("v", 21))}

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toolkit.models.checkpoint import Checkpoint, float8_notes
+from toolkit.models.checkpoint import Checkpoint, Quantized, float8_notes
 from toolkit.models.float8 import Float8Tensor, values
 from toolkit.models.source import open_model
 from toolkit.runtime.encodings import FLOAT32
 from toolkit.runtime.errors import UserError
 
 TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
-SHAPE = (300, 260)
+SHAPE = (300, 320)
 
 
 @pytest.mark.parametrize("format_", TYPES)
@@ -31,23 +31,40 @@ def test_every_code(format_: str) -> None:
 @pytest.mark.parametrize("format_", TYPES)
 @pytest.mark.parametrize("suffix", ["_scale", "_scale_inv"])
 @pytest.mark.parametrize("scales", [(), (1,), (300,), (300, 1), (3, 3)])
-def test_scales_of_tensors_rows_and_blocks(format_: str, suffix: str, scales: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_scales_of_tensors_rows_and_blocks(
+    format_: str, suffix: str, scales: tuple[int, ...], keeps: bool, tmp_path: Path
+) -> None:
+    """Decoded, or kept where kernels multiply such codes."""
     codes = torch.randn(SHAPE).to(TYPES[format_])
     scale = torch.rand(scales) + 0.5
     save_file({"a.weight": codes, f"a.weight{suffix}": scale}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = Checkpoint(tmp_path, quantized=Quantized(keeps_float8=keeps))
     tensor = checkpoint["a.weight"]
     assert isinstance(tensor, Float8Tensor)
-    assert (tensor.shape, tensor.encoding) == (SHAPE, FLOAT32)
+    kept = keeps and format_ == "F8_E4M3"
+    assert (tensor.shape, tensor.encoding.name) == (SHAPE, "e4m3g64w" if kept else "f32")
     wide = scale
     if scales == (3, 3):
-        wide = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :260]
+        wide = scale.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :320]
     elif len(scales) == 1 and scales != (1,):
         wide = scale[:, None]
     expected = (codes.float() * wide).numpy()
     np.testing.assert_array_equal(tensor.read().decode(), expected)
     np.testing.assert_array_equal(tensor.read(120, 140).decode(), expected[120:140])
-    assert "1 tensors are 8-bit floats" in next(iter(float8_notes(checkpoint)))
+    if kept:
+        np.testing.assert_array_equal(tensor.read().data.view(np.uint8), codes.view(torch.uint8).numpy())
+        assert not list(float8_notes(checkpoint))
+    else:
+        assert "1 tensors are 8-bit floats" in next(iter(float8_notes(checkpoint)))
+
+
+def test_widths_that_no_group_fits_are_decoded(tmp_path: Path) -> None:
+    codes = torch.randn(10, 48).to(torch.float8_e4m3fn)
+    save_file({"a.weight": codes, "a.weight_scale": torch.tensor(0.5)}, tmp_path / "model.safetensors")
+    tensor = Checkpoint(tmp_path, quantized=Quantized(keeps_float8=True))["a.weight"]
+    assert tensor.encoding == FLOAT32
+    np.testing.assert_array_equal(tensor.read().decode(), codes.float().numpy() * 0.5)
 
 
 def test_scales_of_another_arrangement(tmp_path: Path) -> None:
