@@ -12,6 +12,7 @@ from .kv.manager import KVManager
 from .sampling import scoring_rows
 from .sequence import Chunk, Sequence
 from .step import ROW, Int32, StepBatch
+from .token_rules import Words
 
 Lanes = npt.NDArray[np.intp]
 Records = npt.NDArray[np.void]
@@ -53,8 +54,32 @@ class BatchBuilder:
         before will draw is told by its row.
         """
         ends = [chunk.start for chunk in chunks if chunk.count == 1 == chunk.samples]
-        if len(ends) == len(chunks):
-            return self._decode(chunks, np.array(ends, np.int32))
+        batch = self._decode(chunks, np.array(ends, np.int32)) if len(ends) == len(chunks) else self._mix(chunks)
+        batch.masks = self._masks(chunks, batch.rows)
+        return batch
+
+    def _masks(self, chunks: Seq[Chunk], rows: Records) -> Words | None:
+        """The masks of rows that draw by rules, which are told where theirs is."""
+        ruled, row = [], 0
+        for chunk in chunks:
+            row += chunk.scores + chunk.samples
+            if chunk.samples and chunk.sequence.rules is not None:
+                ruled.append((row - chunk.samples, chunk.samples, chunk.sequence, chunk.sequence.rules))
+        if not ruled:
+            return None
+        masks = np.empty((sum(count for _, count, *_ in ruled), -(-self._vocabulary // 32)), np.uint32)
+        address, stride, end = masks.ctypes.data, masks.strides[0], 0
+        for row, count, sequence, rules in ruled:
+            start, end = end, end + count
+            guess = sequence.tokens[sequence.known : sequence.known + count - 1].tolist() if count > 1 else ()
+            rules.write(masks[start:end], guess)
+            if rules.ended:  # then `min_tokens` can't be kept
+                rows["bias_count"][row] = sequence.sampling.row["bias_count"][0]
+            rows["mask"][row : row + count] = range(address + start * stride, address + end * stride, stride)
+        return masks
+
+    def _mix(self, chunks: Seq[Chunk]) -> StepBatch:
+        """A step of any chunks."""
         kv, size = self._kv, np.int32(self._kv.page_tokens)
         lanes = np.array(self._lanes(chunks))
         starts = np.array([chunk.start for chunk in chunks], np.int32)

@@ -11,10 +11,12 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Container
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from .batch import BatchBuilder
 from .debug import debug_phase
 from .device.base import Device, Ticket
 from .errors import DeviceLost, InternalError, UserError
-from .grammar import Grammars, Mask
+from .grammar import Grammars
 from .histogram import Histogram
 from .kv.events import Sink, ZmqPublisher
 from .kv.manager import KVManager
@@ -55,8 +57,14 @@ from .step import StepBatch, StepResult
 from .steplog import StepLog
 from .token_rules import TokenRules
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
 MAX_SCORE_BYTES = 1 << 30
 """Most memory that one request's whole-vocabulary prompt log-probabilities may take."""
+
+COMPILE_SECONDS = 0.02
+"""How long a turn waits for a grammar if there is nothing else to do."""
 
 _STATUS = {
     1: ("the model's logits were not finite: its weights or the prompt's numbers are damaged", False),
@@ -165,6 +173,8 @@ class Engine:
         config = options.speculative_config
         self._speculator = Speculator(config, min(limits.tokens, limits.rows)) if config is not None else None
         self._sequences: dict[str, Sequence] = {}
+        self._compiling: dict[str, tuple[Add, Future[LLMatcher]]] = {}
+        """Requests whose grammars are being compiled."""
         self._arrivals = count()
         self._pending: list[Event] = []
         self._flight: deque[_Flight] = deque()
@@ -186,37 +196,53 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
-        return bool(self._pending or (not self.asleep and (self._sequences or self._flight)))
+        return bool(self._pending or (not self.asleep and (self._sequences or self._flight or self._compiling)))
 
     def add(self, command: Add) -> None:
         """Take a request; if it can't be served, `step` says so. Raises InternalError if its id is in use."""
-        if command.request in self._sequences:
+        if command.request in self._sequences or command.request in self._compiling:
             raise InternalError(f"request id {command.request!r} is in use")
         try:
-            sequence = self._sequence(command)
+            if not command.params.grammar:
+                self._take(command)
+            elif self._grammars is None:
+                raise UserError("this engine has no tokenizer, so it can't keep to a grammar")
+            else:
+                self._compiling[command.request] = command, self._grammars.compile(command.params.grammar)
+                self._take_compiled()
         except UserError as error:
             self._pending.append(Error(command.request, str(error), user_fault=True))
-            return
+
+    def _take(self, command: Add, matcher: LLMatcher | None = None) -> None:
+        sequence = self._sequence(command, matcher)
         self._sequences[command.request] = sequence
         self.scheduler.add(sequence)
 
-    def _sequence(self, command: Add) -> Sequence:
+    def _take_compiled(self) -> None:
+        """Take the requests whose grammars are compiled."""
+        for request, (command, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[request]
+            try:
+                self._take(command, future.result().deep_copy())
+            except UserError as error:
+                self._pending.append(Error(request, str(error), user_fault=True))
+
+    def _sequence(self, command: Add, matcher: LLMatcher | None) -> Sequence:
         prompt, params, vocabulary = command.prompt, command.params, self.plan.model.vocab_size
         self._check_prompt(command)
         most = self.max_tokens if params.max_tokens is None else min(self.max_tokens, len(prompt) + params.max_tokens)
         tokens = np.empty(most, np.int32)
         tokens[: len(prompt)] = prompt
         sampling = make_sampling(command, tokens, vocabulary)
-        mask = self._mask(params)
-        if mask is not None:
-            sampling.row["mask"] = mask.words.ctypes.data
         return Sequence(
             request=command.request,
             order=(command.priority, next(self._arrivals)),
             tokens=tokens,
             prompt_length=len(prompt),
             sampling=sampling,
-            mask=mask,
+            rules=self._rules(params, matcher),
             keys=PageKeys(command.cache_salt, self.kv.page_tokens, self._rope_class(len(prompt))),
             arrival=command.arrival or self._clock(),
             length=len(prompt),
@@ -227,16 +253,11 @@ class Engine:
             prompt_logprobs=[] if params.prompt_logprobs is None else [None],
         )
 
-    def _mask(self, params: SamplingParams) -> Mask | TokenRules | None:
-        mask = None
-        if params.grammar:
-            if self._grammars is None:
-                raise UserError("this engine has no tokenizer, so it can't keep to a grammar")
-            mask = self._grammars.start(params.grammar)
-        if params.allowed_token_ids is None and not params.bad_token_ids:
-            return mask
-        vocabulary, forbidden = self.plan.model.vocab_size, params.bad_token_ids
-        return TokenRules(vocabulary, allowed=params.allowed_token_ids, forbidden=forbidden, grammar=mask)
+    def _rules(self, params: SamplingParams, matcher: LLMatcher | None) -> TokenRules | None:
+        allowed, forbidden = params.allowed_token_ids, params.bad_token_ids
+        if matcher is None and allowed is None and not forbidden:
+            return None
+        return TokenRules(self.plan.model.vocab_size, allowed=allowed, forbidden=forbidden, matcher=matcher)
 
     def _horizon(self, prompt: int, most: int) -> int:
         switch = self._rope_switch
@@ -275,10 +296,14 @@ class Engine:
         sequence = self._sequences.get(request)
         if sequence is not None:
             self._finish(sequence, "abort", self._pending)
+        elif request in self._compiling:
+            command, _ = self._compiling.pop(request)
+            waited = self._clock() - (command.arrival or self._clock())
+            self._pending.append(Finished(request, "abort", None, RequestMetrics(waited, waited, waited, 0, 0)))
 
     def abort_all(self) -> None:
         """Abort every request."""
-        for request in list(self._sequences):
+        for request in [*self._sequences, *self._compiling]:
             self.abort(request)
 
     def reset_prefix_cache(self) -> None:
@@ -326,7 +351,7 @@ class Engine:
         return Stats(
             number=number,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=len(scheduler.waiting) + len(self._compiling),
             kv_usage=self.kv.usage,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
@@ -362,6 +387,10 @@ class Engine:
             self._tell_events()
             return events
         self._audited = False
+        if self._compiling:
+            if not self._sequences:
+                wait([future for _, future in self._compiling.values()], COMPILE_SECONDS, FIRST_COMPLETED)
+            self._take_compiled()
         try:
             while len(self._flight) < self.device.queue_depth:
                 chunks = self._schedule()
@@ -388,6 +417,8 @@ class Engine:
     def close(self) -> None:
         """Release the device; the engine can't be used any more."""
         self.device.close()
+        if self._grammars is not None:
+            self._grammars.close()
         if self._kv_events is not None:
             self._kv_events.close()
 
@@ -411,8 +442,6 @@ class Engine:
                 chunk.sequence.started = self._turn
                 if self._speculator is not None:
                     self._speculator.start(chunk.sequence)
-            if chunk.samples and chunk.sequence.mask is not None:
-                chunk.sequence.mask.wait()
         batch = self._batches.build(chunks)
         for group, source, destination in self.kv.take_copies():
             device.copy_pages(group, [(source, destination)])
@@ -549,8 +578,8 @@ class Engine:
                 self._finish(sequence, "length", events)
                 return
             self._rebase(sequence)
-        if sequence.mask is not None:
-            sequence.mask.push(token)
+        if sequence.rules is not None:
+            sequence.rules.push(drawn)
         if sequence.drafter is not None:
             sequence.drafter.take(drawn)
 
@@ -574,6 +603,8 @@ class Engine:
         self.scheduler.remove(sequence, forget=True)
         del self._sequences[sequence.request]
         message, user_fault = _STATUS.get(status, (f"the sampler returned status {status}", False))
+        if sequence.rules is not None:
+            message = sequence.rules.problem or message
         events.append(Error(sequence.request, message, user_fault))
 
 

@@ -1,25 +1,24 @@
 """Structured output: grammars compiled by llguidance, which say for each next token whether it is allowed.
 
 A grammar is text of llguidance's own: JSON with a schema, a regular expression or a Lark grammar. The front end checks
-it; the engine compiles it once for all requests that have it, and computes masks in a thread while it goes on.
+it; the engine compiles it once for all requests that have it, in a thread, while other requests go on.
 """
 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UserError, brief
+from .errors import UserError, brief, foreign_errors
 from .plan import Plan
 
 if TYPE_CHECKING:
     import llguidance
-    import numpy as np
-    import numpy.typing as npt
 
     from .tokenizer import Tokenizer
 
@@ -70,67 +69,53 @@ def check(grammar: str) -> str:
     """What is wrong with a grammar; "" if nothing is."""
     import llguidance
 
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
-    return brief(ValueError(messages[0])) if failed else ""
+    with foreign_errors("it can't be read: {}"):
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    return brief(messages[0]) if failed else ""
 
 
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-class Mask:
-    """The tokens that may come next in one output."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int, pool: ThreadPoolExecutor) -> None:
-        import numpy as np  # what only the engine needs is not loaded beside it
-
-        self.words: npt.NDArray[np.uint32] = np.zeros(-(-vocabulary // 32), np.uint32)
-        """A bit a token. The address never changes."""
-        self._matcher, self._pool = matcher, pool
-        self._next: Future[None] = pool.submit(self._fill)
-
-    def push(self, token: int) -> None:
-        """Begin to compute what may follow this token."""
-        self._next = self._pool.submit(self._consume, token)
-
-    def wait(self) -> None:
-        """Until `words` is right for the next token."""
-        self._next.result()
-
-    def _consume(self, token: int) -> None:
-        self._matcher.consume_token(token)
-        self._fill()
-
-    def _fill(self) -> None:
-        if self._matcher.is_error():
-            self.words.fill(0)
-        else:
-            self._matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+# --- grammars of a plan -----------------------------------------------------------------------------------------------
 
 
 class Grammars:
-    """A plan's masks. The vocabulary is read when the first is asked for."""
+    """A plan's grammars, compiled in a thread. The vocabulary is read when the first is asked for."""
 
     def __init__(self, directory: Path, plan: Plan) -> None:
         self._directory, self._plan = directory, plan
         self._pool = ThreadPoolExecutor(1, "grammar")
         self._tokenizer: llguidance.LLTokenizer | None = None
-        self._compiled = lru_cache(CACHED)(self._compile)
+        self._compiled: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
 
-    def start(self, grammar: str) -> Mask:
-        """The mask of a new output. Raises UserError if the grammar is wrong or the plan has no tokenizer."""
-        return Mask(self._compiled(grammar).deep_copy(), self._plan.model.vocab_size, self._pool)
+    def compile(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        """A matcher to copy for each output: UserError if the grammar is wrong or the plan has no tokenizer."""
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > CACHED:
+            self._compiled.popitem(last=False)
+        return self._compiled[grammar]
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
-        import llguidance
-
         if self._tokenizer is None:
             from .tokenizer import Tokenizer
 
             self._tokenizer = vocabulary_of(Tokenizer.open(self._directory, self._plan), self._plan)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise UserError(f"the grammar can't be used: {brief(ValueError(matcher.get_error()))}")
-        return matcher
+        return matcher_of(self._tokenizer, grammar)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def matcher_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """What says which tokens a grammar allows. Raises UserError if the grammar is wrong."""
+    import llguidance
+
+    with foreign_errors("the grammar can't be used: {}"):
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    if matcher.is_error():
+        raise UserError(f"the grammar can't be used: {brief(matcher.get_error())}")
+    return matcher
 
 
 class _Vocabulary:

@@ -257,8 +257,6 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
     """Of a draft's first token, second, …: how often it was accepted."""
     asleep: tuple[SleepTag, ...] = ()
     """What of the engine sleeps."""
-    spec_left_out: int = 0
-    """Requests for which nothing is proposed, since a grammar restricts each token."""
 
 
 class Profiled(msgspec.Struct, frozen=True, tag="profiled"):

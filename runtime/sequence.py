@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .drafts import Drafter
-from .grammar import Mask
 from .kv.manager import PageTable
 from .kv.prefix import PageKeys
 from .request import TokenLogprob
@@ -43,7 +42,7 @@ class Sequence:
     computed anew."""
     rope_length: int
     """The length for which its first so many tokens are rotated, see `StepBatch.lengths`."""
-    mask: Mask | TokenRules | None = None
+    rules: TokenRules | None = None
     """The tokens that may come next, if not all."""
     drafter: Drafter | None = None
     """What guesses its next tokens."""
@@ -69,7 +68,7 @@ class Sequence:
     def ready(self) -> bool:
         """Whether a step may advance it now: a grammar allows tokens only by what all those before are."""
         length = self.length
-        return length < self.horizon and (self.mask is None or self.known == length)
+        return length < self.horizon and (self.rules is None or self.known == length)
 
     @property
     def settled(self) -> int:

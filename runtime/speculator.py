@@ -86,14 +86,9 @@ class Speculator:
         self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self.accepted_at = [0] * config.most
         """Accepted tokens by their place in the guess."""
-        self.left_out = 0
-        """Requests without speculation: those with a grammar, whose mask is of one place only."""
 
     def start(self, sequence: Sequence) -> None:
         """Begin to guess for a sequence that starts to run, if that can be done."""
-        if sequence.mask is not None:
-            self.left_out += 1
-            return
         sequence.drafter = Drafter(self._config, self._shared)
         sequence.drafter.take(sequence.tokens[: sequence.known].tolist())
 
@@ -107,11 +102,12 @@ class Speculator:
         and write them behind those; how many it is in all."""
         total = 0
         for sequence, count in zip(decoding, self._counts(decoding), strict=True):
-            sequence.drafts = count
+            sequence.drafts = 0
             if count and sequence.drafter is not None:
-                end = sequence.length + count
-                sequence.tokens[sequence.length : end] = sequence.drafter.guess[:count]
-                total += count
+                guess = _allowed(sequence, sequence.drafter.guess[:count])
+                sequence.tokens[sequence.length : sequence.length + len(guess)] = guess
+                sequence.drafts = len(guess)
+            total += sequence.drafts
         return total
 
     def is_promising(self, decoding: Seq[Sequence]) -> bool:
@@ -172,7 +168,6 @@ class Speculator:
             "spec_draft_tokens": self.draft_tokens,
             "spec_accepted_tokens": self.accepted_tokens,
             "spec_accepted_per_position": tuple(self.accepted_at),
-            "spec_left_out": self.left_out,
         }
 
     def measured(self, rows: int, seconds: float) -> None:
@@ -185,3 +180,11 @@ def _usable(sequence: Sequence) -> int:
     """How many guessed tokens a step can verify: the last draw is one token more."""
     drafter = sequence.drafter
     return 0 if drafter is None else min(len(drafter.guess), max(0, sequence.horizon - sequence.length - 1))
+
+
+def _allowed(sequence: Sequence, guess: list[int]) -> list[int]:
+    """As many of these tokens as a sequence's rules allow, before one that would end it."""
+    if sequence.rules is None:
+        return guess
+    count = next((at for at, token in enumerate(guess) if token in sequence.sampling.stops), len(guess))
+    return guess[: sequence.rules.usable(guess[:count])]

@@ -55,6 +55,8 @@ class StepBatch:
     """A cache group each: [T]."""
     pages: list[Int32]
     """A cache group each: [S, P], page ids in order of position. Pages freed behind a window are 0."""
+    masks: npt.NDArray[np.uint32] | None = None
+    """What the rows' `mask` point into, if any does."""
 
 
 @dataclass(slots=True)

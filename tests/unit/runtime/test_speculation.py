@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.runtime.engine_harness import alone, depth, device_of, make_engine, make_request, run
+from unit.runtime.engine_harness import alone, depth, make_engine, make_request, run
 from unit.runtime.fake_device import NAN_TOKEN, FakeDevice, fake_plan, mix
 from unit.runtime.test_engine import engines, workloads
 
@@ -377,33 +377,3 @@ def test_steps_are_queued_ahead_where_nothing_is_worth_a_guess() -> None:
     request = make_request("x", [9, 8], max_tokens=40, ignore_eos=True, temperature=1.0, seed=4)
     run(engine, [request])
     assert engine.device.ahead > 20  # type: ignore[attr-defined]
-
-
-def test_requests_with_a_grammar_go_without() -> None:
-    class AnyToken:
-        words = np.full(2, 2**32 - 1, np.uint32)
-
-        def wait(self) -> None: ...
-
-        def push(self, token: int) -> None: ...
-
-    class Grammars:
-        def start(self, grammar: str) -> AnyToken:
-            return AnyToken()
-
-    engine = make_engine(grammars=Grammars(), options={"speculative_config": ALWAYS})
-    bias = {10: 100.0}
-    outputs = run(
-        engine,
-        [
-            make_request("free", [10, 10], logit_bias=bias, max_tokens=20),
-            make_request("bound", [10, 10], logit_bias=bias, max_tokens=20, grammar="any"),
-        ],
-    )
-    assert outputs["free"].tokens == outputs["bound"].tokens == [10] * 20
-    stats = engine.stats()
-    assert stats.spec_left_out == 1
-    assert stats.spec_accepted_tokens > 10
-    verified = [batch for batch in device_of(engine).batches if len(batch.rows) > 2]
-    assert verified
-    assert all(np.diff(batch.seq_start).min() == 1 for batch in verified)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ SIZE = 50
 TOKEN = st.integers(0, SIZE - 1)
 
 
-def allowed_by(rules: TokenRules) -> set[int]:
-    rules.wait()
-    bits = np.unpackbits(rules.words.view(np.uint8), bitorder="little")
-    assert not bits[SIZE:].any()
-    return set(np.flatnonzero(bits).tolist())
+def allowed_by(rules: TokenRules, guess: Sequence[int] = ()) -> list[set[int]]:
+    """After each token of the guess."""
+    words = np.full((1 + len(guess), -(-SIZE // 32)), 0xABCD, np.uint32)
+    rules.write(words, guess)
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    assert not bits[:, SIZE:].any()
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
 
 
 @given(
@@ -34,15 +37,19 @@ def test_no_forbidden_sequence_can_end(
     allowed: list[int] | None, forbidden: list[list[int]], output: list[int]
 ) -> None:
     rules = TokenRules(SIZE, allowed=allowed, forbidden=forbidden)
-    address = rules.words.ctypes.data
+    expected = []
     for end in range(len(output) + 1):
-        before = output[:end]
-        expected = set(range(SIZE) if allowed is None else allowed)
-        expected -= {each[-1] for each in forbidden if [*before, each[-1]][-len(each) :] == each}
-        assert allowed_by(rules) == expected
-        assert rules.words.ctypes.data == address
-        if end < len(output):
-            rules.push(output[end])
+        tokens = set(range(SIZE) if allowed is None else allowed)
+        expected.append(tokens - {each[-1] for each in forbidden if [*output[:end], each[-1]][-len(each) :] == each})
+    for end in range(len(output) + 1):
+        rest = output[end:]
+        right = [token in tokens for token, tokens in zip(rest, expected[end:], strict=False)]
+        usable = (*right, False).index(False)
+        assert rules.usable(rest) == usable
+        guess = rest[: min(usable, 3)]
+        assert allowed_by(rules, guess) == expected[end : end + 1 + len(guess)]
+        if rest:
+            rules.push(rest[:1])
 
 
 @pytest.mark.parametrize("depth", [1, 2])
