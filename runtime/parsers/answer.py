@@ -6,9 +6,9 @@ from ..errors import UserError
 from ..formats import HARMONY, Formats
 from ..options import TextOptions
 from . import reasoning, tools
-from .core import Machine, Parts
+from .body import Parts, Schemas
+from .core import Machine
 from .harmony import Harmony
-from .tools import Schemas
 
 TOOL_PARSERS = (*tools.FORMATS, HARMONY)
 REASONING_PARSERS = (*reasoning.FORMATS, HARMONY)
@@ -52,10 +52,10 @@ class AnswerParser:
             self._stages.append(Harmony(tools=calls == HARMONY, reasoning=formats.reasoning == HARMONY))
         if formats.reasoning in reasoning.FORMATS:
             kind = reasoning.FORMATS[formats.reasoning]
-            self._stages.append(Machine(kind.states(), lambda body: None, kind.start(prompt)))
+            self._stages.append(Machine(kind.states(), state=kind.start(prompt)))
         if calls in tools.FORMATS:
             syntax = tools.FORMATS[calls]
-            self._stages.append(Machine(syntax.states, syntax.reader(schemas or {}), syntax.start))
+            self._stages.append(Machine(syntax.states, syntax.parse, syntax.start, schemas))
 
     def push(self, text: str) -> Parts:
         """What is certain after this piece."""

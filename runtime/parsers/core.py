@@ -1,41 +1,19 @@
 """One incremental parser: a machine of states that markers lead in and out of, fed with pieces of text.
 
-Only text that may be the beginning of a marker, white space that a marker may follow, and the bodies of calls are kept
-back. Parts joined do not depend on where the text was cut. Nothing that a model writes is an error: what can't be read
-as a call is content.
+Only text that may be the beginning of a marker, white space that a marker may follow, and what is not certain of a
+call (`body`) are kept back. Parts joined do not depend on where the text was cut. Nothing that a model writes is an
+error: what can't be read as a call is content, and the arguments of a call that has begun are what the model wrote.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from .body import Body, Parse, Parts, Schemas, overlap
 
 Sink = Literal["content", "reasoning", "body", "skip"]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call."""
-
-    name: str
-    arguments: str
-    """JSON text of an object."""
-    id: str | None = None
-    """If the model gave it one."""
-
-
-@dataclass
-class Parts:
-    """What a piece of text adds to an answer."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
 @dataclass(frozen=True)
@@ -48,23 +26,26 @@ class State:
     """If set, markers count only at the beginning, after white space; any other text belongs to this state."""
 
 
-Read = Callable[[str], Sequence[Call] | None]
-"""The calls of a body; None, or an exception of `FAULTS`, if it is malformed."""
-
-FAULTS = (ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError, RecursionError, MemoryError)
-
-
 class Machine:
     """Reads one output. Of several markers, that which is complete first counts, and of these the longest."""
 
-    def __init__(self, states: Mapping[str, State], read: Read, state: str = "text") -> None:
-        self._states, self._read = states, read
+    verbatim = True
+    """Whether what can't be read as a call shows its markers too."""
+
+    def __init__(
+        self,
+        states: Mapping[str, State],
+        parse: Parse | None = None,
+        state: str = "text",
+        schemas: Schemas | None = None,
+    ) -> None:
+        """`parse` reads the bodies of calls; `schemas` are those of the tools."""
+        self._states, self._parse, self._schemas = states, parse, schemas or {}
         self._name = state
         self._buffer = ""  # may be the beginning of a marker
         self._space = ""  # white space that is dropped if a marker follows
         self._fresh = states[state].sink == "reasoning"  # whether nothing was shown since the last marker
-        self._body: list[str] = []
-        self._opening = ""
+        self._body = self._open("") if states[state].sink == "body" else None
 
     def push(self, text: str) -> Parts:
         """What is certain after this piece."""
@@ -82,7 +63,7 @@ class Machine:
             self._name = state.otherwise
         text, self._buffer = self._buffer, ""
         self._put(text, parts)
-        if self._states[self._name].sink == "body":
+        if self._body is not None:
             self._close("", parts)
         elif not self._fresh:
             self._show(self._space, parts)
@@ -103,7 +84,7 @@ class Machine:
             default=None,
         )
         if found is None:
-            held = _overlap(self._buffer, state.exits)
+            held = overlap(self._buffer, state.exits)
             certain = len(self._buffer) - held
             text, self._buffer = self._buffer[:certain], self._buffer[certain:]
             self._put(text, parts)
@@ -128,29 +109,28 @@ class Machine:
         return True
 
     def _enter(self, marker: str, name: str, parts: Parts) -> None:
-        if self._states[self._name].sink == "body":
-            name = self._close(marker, parts) or name
+        if self._body is not None:
+            self._close(marker, parts)
         self._space, self._fresh = "", True
-        self._name, self._opening = name, marker
+        self._name = name
+        if self._states[name].sink == "body":
+            self._body = self._open(marker if self.verbatim else "")
 
-    def _close(self, marker: str, parts: Parts) -> str:
-        """Take in the body that ends here; the next state, if the body chooses it."""
-        body = "".join(self._body)
-        self._body.clear()
-        try:
-            calls = self._read(body)
-        except FAULTS:
-            calls = None
-        if calls is None:
-            parts.content += self._opening + body + marker
-        else:
-            parts.calls += calls
-        return ""
+    def _open(self, opening: str) -> Body:
+        assert self._parse is not None
+        return Body(self._parse, opening, self._schemas)
+
+    def _close(self, marker: str, parts: Parts) -> None:
+        """The body ends here."""
+        assert self._body is not None
+        if not self._body.end(marker, parts) and self.verbatim:
+            parts.content += marker
+        self._body = None
 
     def _put(self, text: str, parts: Parts) -> None:
         sink = self._states[self._name].sink
-        if sink == "body":
-            self._body.append(text)
+        if self._body is not None:
+            self._body.push(text, parts)
         elif sink != "skip":
             text = self._space + text
             if self._fresh:
@@ -166,40 +146,3 @@ class Machine:
             parts.reasoning += text
         elif self._states[self._name].sink == "content":
             parts.content += text
-
-
-def _overlap(text: str, markers: Mapping[str, str]) -> int:
-    """The length of the longest end of the text that is the beginning of a marker."""
-    return max((_overlap_of(text, marker) for marker in markers), default=0)
-
-
-def _overlap_of(text: str, marker: str) -> int:
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
-
-
-# --- what bodies are made of ------------------------------------------------------------------------------------------
-
-
-def dump(value: Any) -> str:
-    """JSON text. Raises ValueError for numbers that JSON has not."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def call(name: Any, arguments: Any, identity: Any = None) -> Call:
-    """A call with arguments as an object or its JSON text. Raises ValueError if it is none."""
-    if isinstance(arguments, str):
-        text, arguments = arguments.strip(), json.loads(arguments)
-    else:
-        text = dump(arguments)
-    if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
-        raise ValueError("no call")
-    return Call(name.strip(), text, identity if isinstance(identity, str) else None)
-
-
-def call_of_object(data: Any) -> Call:
-    """A call of a JSON object with a name and arguments, which some call parameters."""
-    arguments = data["arguments"] if "arguments" in data else data.get("parameters")
-    return call(data["name"], {} if arguments is None else arguments, data.get("id"))

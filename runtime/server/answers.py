@@ -8,14 +8,15 @@ from typing import Any
 from ..formats import Formats
 from ..output import Delta
 from ..parsers.answer import AnswerParser
-from ..parsers.core import Call, Machine, Parts, State
+from ..parsers.body import Call, Parts
+from ..parsers.core import Machine, State
 from ..parsers.tools import json_calls
 from .openai import ChatRequest
 
 
 def forced_parser() -> Machine:
     """Reads calls that a grammar forced: a list in JSON and nothing else, whatever form the model has for calls."""
-    return Machine({"text": State("body")}, json_calls({}))
+    return Machine({"text": State("body")}, json_calls)
 
 
 class ChoiceReader:
@@ -34,21 +35,28 @@ class ChoiceReader:
         else:
             self._parser = AnswerParser(formats, prompt, schemas if request.offered else None)
         self._most = None if request.parallel_tool_calls else 1
-        self._calls = 0
+        self._begun = 0
 
     def push(self, delta: Delta) -> Parts:
         """What the delta adds."""
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += self._parser.flush()
-        if self._most is not None:
-            parts.calls = parts.calls[: self._most - self._calls]
-        self._calls += len(parts.calls)
+        parts.calls = [call for call in parts.calls if self._is_kept(call)]
         return parts
+
+    def _is_kept(self, call: Call) -> bool:
+        self._begun += bool(call.name)
+        return self._most is None or self._begun <= self._most
+
+    @property
+    def _last(self) -> int:
+        """The index of the last call that is kept."""
+        return min(self._begun, self._most or self._begun) - 1
 
     def reason(self, reason: str | None) -> str | None:
         """The finish reason: an output that ended by itself ended for its calls, if it has any."""
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        return "tool_calls" if reason == "stop" and self._begun else reason
 
     def delta(self, parts: Parts) -> dict[str, Any]:
         """The delta of a chunk with these parts, which `push` returned last."""
@@ -58,8 +66,11 @@ class ChoiceReader:
         if parts.reasoning:
             data["reasoning_content"] = parts.reasoning
         if parts.calls:
-            first = self._calls - len(parts.calls)
-            data["tool_calls"] = [{"index": first + index, **_call(call)} for index, call in enumerate(parts.calls)]
+            index = self._last - sum(bool(call.name) for call in parts.calls)
+            data["tool_calls"] = deltas = []
+            for call in parts.calls:
+                index += bool(call.name)
+                deltas.append({"index": index, **(_call(call) if call.name else _more(call))})
         return data
 
 
@@ -72,6 +83,10 @@ def message(parts: Parts) -> dict[str, Any]:
     if parts.calls:
         data["tool_calls"] = [_call(call) for call in parts.calls]
     return data
+
+
+def _more(call: Call) -> dict[str, Any]:
+    return {"function": {"arguments": call.arguments}}
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from ..output import Delta, Output
-from ..parsers.core import Parts
+from ..parsers.body import Call
 from .answers import ChoiceReader
+from .blocks import Blocks, Event, Kind
 from .errors import as_api_error
 from .generate import Answer, Job, make_chat
 from .openai import MAX_STOPS, ChatRequest, parse, render_messages
@@ -221,7 +222,8 @@ async def _whole(job: Job, reader: ChoiceReader) -> dict[str, Any]:
     usage, blocks = job.usage(), _Blocks()
     (choice,) = await job.collect(usage)
     blocks.add(reader.push(Delta(choice.text, [], finish_reason=choice.finish_reason)))
-    return {**_head(job), "content": blocks.content, **_end(choice, reader), "usage": _usage(usage)}
+    blocks.close()
+    return {**_head(job), "content": blocks.done, **_end(choice, reader), "usage": _usage(usage)}
 
 
 async def _stream(job: Job, reader: ChoiceReader) -> AsyncGenerator[bytes, None]:
@@ -245,54 +247,38 @@ async def _stream(job: Job, reader: ChoiceReader) -> AsyncGenerator[bytes, None]
         yield typed_event(as_api_error(error).anthropic_body())
 
 
-class _Blocks:
-    """Content blocks made of an answer's parts; one is open at a time."""
+class _Blocks(Blocks):
+    """Content blocks."""
 
-    def __init__(self) -> None:
-        self.content: list[dict[str, Any]] = []
-        self._open = ""
+    _TYPES: ClassVar[dict[Kind, str]] = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
 
-    def add(self, parts: Parts) -> list[dict[str, Any]]:
-        """The events that these parts cause."""
-        events: list[dict[str, Any]] = []
-        for kind, text in (("thinking", parts.reasoning), ("text", parts.content)):
-            if text:
-                events += self._extend(kind, text)
-        for call in parts.calls:
-            events += self.close()
-            block = {"type": "tool_use", "id": call.id or f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
-            events += [self._begin({**block, "input": {}})]
-            events += [self._delta({"type": "input_json_delta", "partial_json": call.arguments})]
-            self.content[-1] = block | {"input": _object(call.arguments)}
-            events += self.close()
-        return events
+    def _begin(self, kind: Kind, call: Call | None) -> list[Event]:
+        block, self._input = self.done[-1], ""
+        block["type"] = self._TYPES[kind]
+        if call is not None:
+            block |= {"id": call.id or f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name, "input": {}}
+        else:
+            block |= {block["type"]: "", **({"signature": ""} if kind == "reasoning" else {})}
+        return [{"type": "content_block_start", "index": len(self.done) - 1, "content_block": dict(block)}]
 
-    def close(self) -> list[dict[str, Any]]:
-        """The open block is done."""
-        if not self._open:
-            return []
-        self._open = ""
-        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+    def _extend(self, kind: Kind, text: str) -> list[Event]:
+        block, name = self.done[-1], self._TYPES[kind]
+        if kind == "call":
+            self._input += text
+            delta = {"type": "input_json_delta", "partial_json": text}
+        else:
+            block[name] += text
+            delta = {"type": f"{name}_delta", name: text}
+        return [{"type": "content_block_delta", "index": len(self.done) - 1, "delta": delta}]
 
-    def _extend(self, kind: str, text: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        if self._open != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            events = [*self.close(), self._begin({"type": kind, kind: "", **signature})]
-        self.content[-1][kind] += text
-        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
-
-    def _begin(self, block: dict[str, Any]) -> dict[str, Any]:
-        self._open = block["type"]
-        self.content.append(block)
-        return {"type": "content_block_start", "index": len(self.content) - 1, "content_block": dict(block)}
-
-    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": len(self.content) - 1, "delta": delta}
+    def _end(self, kind: Kind, block: dict[str, Any], status: str) -> list[Event]:
+        if kind == "call":
+            block["input"] = _object(self._input)
+        return [{"type": "content_block_stop", "index": len(self.done) - 1}]
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; what the model wrote in another form comes as one string."""
+    """The arguments of a call; those that the model did not write as an object, or not to their end, are one string."""
     try:
         found = msgspec.json.decode(arguments)
     except (msgspec.DecodeError, RecursionError):

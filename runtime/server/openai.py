@@ -329,8 +329,8 @@ def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        raise UserError("the arguments of an earlier tool call must be JSON") from None
+    except (msgspec.DecodeError, RecursionError):  # the model wrote them so, and sees them again
+        arguments = {"arguments": function["arguments"]}
     return call | {"function": function | {"arguments": arguments}}
 
 

@@ -13,12 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .answers import ChoiceReader
+from .blocks import Event
 from .errors import ApiError, as_api_error
 from .generate import Answer, Job, make_chat
 from .openai import parse
 from .render import Usage, chat_logprobs, json_response, typed_event
 from .response_input import REFUSED, ResponsesRequest, chat_of, messages_of
-from .response_output import Event, Items
+from .response_output import Items
 from .response_store import Stored
 from .service import Service
 
@@ -65,7 +66,7 @@ class _Run:
             "created_at": job.created,
             "status": "queued" if request.background else "in_progress",
             "model": service.model,
-            "output": self._items.output,
+            "output": self._items.done,
             "error": None,
             "incomplete_details": None,
             "usage": None,
@@ -121,7 +122,7 @@ class _Run:
         return self._numbered([*closed, self._snapshot(f"response.{kind}")])
 
     def _snapshot(self, kind: str) -> Event:
-        return {"type": kind, "response": {**self.data, "output": list(self._items.output)}}
+        return {"type": kind, "response": {**self.data, "output": list(self._items.done)}}
 
     def _numbered(self, events: list[Event]) -> list[Event]:
         first, self._number = self._number, self._number + len(events)

@@ -112,14 +112,43 @@ def test_tool_calls_and_reasoning_streamed_equal_whole() -> None:
             assert "".join(part.delta.content or "" for part in parts) == "Well."
             assert "".join(getattr(part.delta, "reasoning_content", "") for part in parts) == "Hm."
             calls = [tool for part in parts for tool in part.delta.tool_calls or []]
-            assert [(tool.index, tool.type) for tool in calls] == [(index, "function") for index in range(count)]
-            assert calls[0].function.arguments == choice.message.tool_calls[0].function.arguments
+            begun = [tool for tool in calls if tool.id]
+            assert [(tool.index, tool.type, tool.function.name, tool.function.arguments) for tool in begun] == [
+                (index, "function", "weather", "{") for index in range(count)
+            ]
+            assert len(calls) > 10 * count
+            for index, tool in enumerate(choice.message.tool_calls):
+                written = "".join(each.function.arguments for each in calls if each.index == index)
+                assert written == tool.function.arguments
             assert parts[-1].finish_reason == "tool_calls"
         whole = await sdk(server).chat.completions.create(**CHAT, tools=TOOLS, tool_choice="none")
         assert (whole.choices[0].message.tool_calls, whole.choices[0].finish_reason) == (None, "stop")
         assert whole.choices[0].message.content == "Well." + call + call
 
     serve(test, formats=Formats("hermes", "qwen3"))
+
+
+def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
+    async def test(server: Server) -> None:
+        server.engine.reply = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+        most = server.engine.reply.index("rn")
+        for stream in (False, True):
+            body = {**CHAT, "tools": TOOLS, "max_tokens": most, "stream": stream}
+            response = await server.client.post("/v1/chat/completions", json=body)
+            choices = [chunk["choices"][0] for chunk in events(response)] if stream else response.json()["choices"]
+            calls = [
+                call for choice in choices for call in choice.get("message", choice.get("delta")).get("tool_calls", [])
+            ]
+            assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Be'
+            assert choices[-1]["finish_reason"] == "length"
+        body = {
+            **CHAT,
+            "messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [calls[0]]}],
+            "tools": TOOLS,
+        }
+        await post(server, "/v1/chat/completions", body)
+
+    serve(test, formats=Formats("hermes"))
 
 
 def test_an_answer_by_a_grammar_is_content_whatever_the_formats() -> None:

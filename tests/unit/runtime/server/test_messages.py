@@ -152,6 +152,9 @@ def test_thinking_text_and_tools_are_blocks_streamed_and_whole() -> None:
             assert answer.stop_reason == "tool_use"
         assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
         assert {"thinking", "text", "input_json"} <= set(kinds)
+        assert kinds.count("input_json") > 10, "arguments come while they are written"
+        cut = await client.messages.create(**ask | {"max_tokens": THOUGHT.index("ris")})
+        assert (cut.stop_reason, cut.content[2].input) == ("max_tokens", {"arguments": '{"city": "Pa'})
 
     serve(test, formats=HERMES)
 

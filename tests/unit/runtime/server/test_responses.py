@@ -73,6 +73,7 @@ def test_a_stream_tells_of_items_that_the_sdk_puts_together() -> None:
         assert numbers == list(range(len(numbers)))
         assert kinds[:2] == ["response.created", "response.in_progress"]
         assert kinds[-1] == "response.completed"
+        assert kinds.count("response.function_call_arguments.delta") > 10, "arguments come while they are written"
         reasoning, message, call = final.output
         assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "Rain?")
         assert (message.type, message.content[0].text) == ("message", "Let me see.")
