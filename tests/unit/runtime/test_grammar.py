@@ -250,10 +250,19 @@ def test_a_grammar_that_is_complete_ends_before_min_tokens() -> None:
     output = run(engine, [request])["x"]
     assert output.finished is not None
     assert (len(output.tokens), output.finished.reason) == (4, "stop")
-    endless = make_request("x", [9, 8], ignore_eos=True, max_tokens=9, grammar=grammar.of_regex("abc"))
-    assert run(engine, [endless])["x"].tokens[3:] == [EOS] * 6
     longer = make_request("x", [9, 8], min_tokens=10, max_tokens=20, grammar=grammar.of_regex("[abc]*"))
     assert len(run(engine, [longer])["x"].tokens) > 10
+
+
+def test_nothing_but_the_end_follows_the_end(vocabulary: llguidance.LLTokenizer) -> None:
+    rules = TokenRules(SIZE, matcher=matcher_of(vocabulary, grammar.of_regex("a*")))
+    for tokens in ([97, 97], [EOT], [EOT, EOT]):
+        rules.push(tokens)
+    assert allowed_by(rules) == [[EOT]]
+    assert rules.problem == ""
+    rules.push([98])
+    assert allowed_by(rules) == [[]]
+    assert "can't be followed" in rules.problem
 
 
 @pytest.mark.parametrize("seed", range(3))
