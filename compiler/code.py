@@ -9,7 +9,7 @@ from pathlib import Path
 from ..kernels_templates.catalog import KernelSpec
 from ..kernels_templates.cuda import runtime_kernels
 from ..runtime.plan import CudaModule, Kernel, Library
-from .codegen import cpu, cuda
+from .codegen import cpu, cuda, triton
 from .program import Program
 from .targets import Target
 
@@ -53,7 +53,10 @@ def _build_modules(target: Target, programs: Sequence[Program], directory: Path,
         kernels |= program.lowered.kernels
     modules = cuda.build_modules(kernels, target.archs, directory, progress)
     records = _records(kernels, lambda kernel: cuda.kernel_source_hash(kernel, target.archs))
-    return Code(records, modules=modules, versions={"nvrtc": cuda.compiler_version().removeprefix("nvrtc ")})
+    versions = {"nvrtc": cuda.compiler_version().removeprefix("nvrtc ")}
+    if any(map(cuda.is_triton, kernels.values())):
+        versions["triton"] = triton.compiler_version().removeprefix("triton ")
+    return Code(records, modules=modules, versions=versions)
 
 
 def _records(kernels: Mapping[str, KernelSpec], source_hash: Callable[[KernelSpec], str]) -> dict[str, Kernel]:

@@ -140,6 +140,8 @@ class Family:
     """CUDA only: the launch of the kernel with these parameters."""
     hopper: Variant | None = None
     """CUDA only: what sm90 runs instead."""
+    triton: bool = False
+    """CUDA only: it is written in Triton, and its code made for the constants it is called with."""
 
     def variant(self, arch: ArchName) -> Variant:
         """CUDA only: what a GPU of this architecture runs."""
@@ -152,7 +154,7 @@ class KernelSpec:
     """A family with parameters: what is compiled, cached and named in the plan.
 
     A kernel without a shape takes any and is C++. One with a shape is known to be called with these constant arguments,
-    so TVM's code may be made for them: `choices` says where it is used.
+    for which Triton's code is made, and TVM's may be: `choices` says where that is used.
     """
 
     family: str

@@ -9,6 +9,7 @@ from .catalog import Family
 from .cpu import dense, linear
 from .cuda import attention, basic, sample, steps
 from .cuda import linear as cuda_linear
+from .triton import families as triton
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*dense.FAMILIES, *linear.FAMILIES)}
 """CPU kernels."""
@@ -16,10 +17,10 @@ CUDA_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(*basic.FAMILIES, *attention.FAMILIES, *sample.FAMILIES),
-        *(*cuda_linear.FAMILIES, *steps.FAMILIES),
+        *(*cuda_linear.FAMILIES, *steps.FAMILIES, *triton.FAMILIES),
     )
 }
-"""CUDA kernels."""
+"""CUDA kernels, in C++ and in Triton."""
 
 
 def families(kind: TargetKind) -> Mapping[str, Family]:

@@ -24,6 +24,7 @@ from .cuda.sample import PART
 from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
 from .registry import CUDA_FAMILIES, FAMILIES
+from .triton.expression import to_triton
 
 
 @cache
@@ -38,6 +39,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "to_cpp": to_cpp,
         "to_passes": to_passes,
+        "to_triton": to_triton,
         "inputs_of": inputs_of,
         "panel_encoding": panel_encoding,
         "block_columns": block_columns,
@@ -99,8 +101,10 @@ def render(kernel: KernelSpec, isa: IsaName) -> str:
 
 
 def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
-    """The CUDA C++ source of a kernel for one GPU architecture."""
+    """The source of a kernel for one GPU architecture, in CUDA C++ or Triton."""
     family = CUDA_FAMILIES[kernel.family]
+    if family.triton:
+        return render_triton(kernel, arch)
     variant = family.variant(arch)
     grid, tiles = variant.grid(kernel.params), variant.tiles(kernel.params)
     types = dict.fromkeys(tiles, "const __grid_constant__ tensor_map")
@@ -114,6 +118,23 @@ def render_cuda(kernel: KernelSpec, arch: ArchName) -> str:
         threads=grid.threads,
         signature=f'extern "C" __global__ void __launch_bounds__({bounds}){cluster} {kernel.symbol}({declared})',
         symbol=kernel.symbol,
+        **kernel.params,
+    )
+
+
+def render_triton(kernel: KernelSpec, arch: ArchName, *, interpreted: bool = False) -> str:
+    """The Triton source of a kernel: a Python module with a function of the kernel's name.
+
+    `interpreted`: without what Triton's interpreter lacks.
+    """
+    family = CUDA_FAMILIES[kernel.family]
+    names = ", ".join(arg.name for arg in arguments(family, kernel))
+    return render_template(
+        family.variant(arch).template,
+        arch=int(arch[2:]),
+        interpreted=interpreted,
+        signature=f"def {kernel.symbol}({names})",
+        shape=kernel.shape,
         **kernel.params,
     )
 

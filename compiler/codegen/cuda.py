@@ -1,7 +1,7 @@
 """CUDA code generation: kernels become machine code for each GPU architecture, with no GPU and no CUDA toolkit here.
 
-NVRTC compiles a kernel on its own into a cubin of the content-addressed cache. What a GPU can't launch, for want of
-shared memory or registers, is refused now and not when the plan is loaded.
+NVRTC, or Triton for kernels written in it, compiles a kernel on its own into a cubin of the content-addressed cache. What
+a GPU can't launch, for want of shared memory or registers, is refused now and not when the plan is loaded.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ...kernels_templates.render import arguments, render_cuda
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import ArchName, CodeForm, CudaKernel, CudaModule, GridAxis, TensorMap
 from ..cache import cached, cached_path, content_key
+from . import triton
 
 SHARED_LIMITS: Mapping[ArchName, int] = {"sm80": 166_912, "sm86": 101_376, "sm89": 101_376, "sm90": 232_448}
 """Bytes of shared memory that a block may have (CUDA C++ programming guide, compute capabilities)."""
@@ -52,6 +53,8 @@ class Compiled(msgspec.Struct, frozen=True):
     """Static bytes."""
     spilled: int
     """Bytes of registers kept in memory, a thread."""
+    dynamic: int = 0
+    """Bytes of dynamic shared memory besides the grid's, which the compiler chose."""
 
 
 @cache
@@ -72,7 +75,7 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
     """
     source = render_cuda(kernel, arch)
     path = cached(
-        _key(source, arch),
+        _key(source, kernel, arch),
         ".cubin",
         lambda target: target.write_bytes(msgspec.msgpack.encode(_compile(source, kernel, arch))),
     )
@@ -81,9 +84,16 @@ def compile_kernel(kernel: KernelSpec, arch: ArchName) -> Compiled:
     return compiled
 
 
-def _key(source: str, arch: ArchName) -> str:
+def _key(source: str, kernel: KernelSpec, arch: ArchName) -> str:
     record = ",".join(Compiled.__struct_fields__)  # as it is stored
+    if is_triton(kernel):
+        return content_key(source, triton.compiler_version(), arch, str(triton.options(kernel, arch)), record)
     return content_key(source, compiler_version(), arch, str(_OPTIONS), record)
+
+
+def is_triton(kernel: KernelSpec) -> bool:
+    """Whether a kernel is written in Triton."""
+    return CUDA_FAMILIES[kernel.family].triton
 
 
 def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
@@ -95,7 +105,7 @@ def compile_ptx(kernel: KernelSpec, arch: ArchName) -> bytes:
     """The kernel as PTX, which drivers compile for newer GPUs too. Raises InternalError with the compiler's message."""
     source = render_cuda(kernel, arch)
     return cached(
-        _key(source, arch), ".ptx", lambda target: target.write_bytes(_to_ptx(source, kernel, arch))
+        _key(source, kernel, arch), ".ptx", lambda target: target.write_bytes(_to_ptx(source, kernel, arch))
     ).read_bytes()
 
 
@@ -106,6 +116,8 @@ def compile_form(kernel: KernelSpec, arch: ArchName, form: CodeForm) -> Compiled
 
 
 def _to_ptx(source: str, kernel: KernelSpec, arch: ArchName) -> bytes:
+    if is_triton(kernel):
+        return triton.assemble(source, kernel, arch).ptx
     from cuda.bindings import nvrtc  # cuda.core asks the driver first, which need not be here
 
     options = [
@@ -125,6 +137,9 @@ def _to_ptx(source: str, kernel: KernelSpec, arch: ArchName) -> bytes:
 
 
 def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
+    if is_triton(kernel):
+        made = triton.assemble(source, kernel, arch)
+        return _read(made.cubin, made.log, made.shared)
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=_target(arch), include_path=_includes(), **_OPTIONS)
@@ -135,13 +150,13 @@ def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
         raise InternalError(
             f"compiling {kernel.symbol} for {arch} failed: {error}\n{log.getvalue()[-4000:]}"
         ) from error
-    text = log.getvalue()
-    return Compiled(
-        bytes(cubin),
-        _found(r"Used (\d+) registers", text),
-        _found(r"(\d+) bytes smem", text),
-        _found(r"(\d+) bytes spill stores", text),
-    )
+    return _read(bytes(cubin), log.getvalue())
+
+
+def _read(cubin: bytes, log: str, dynamic: int = 0) -> Compiled:
+    """Machine code with what ptxas says of it."""
+    patterns = (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores")
+    return Compiled(cubin, *(_found(pattern, log) for pattern in patterns), dynamic)
 
 
 def _target(arch: ArchName) -> str:
@@ -164,7 +179,7 @@ def _found(pattern: str, text: str) -> int:
 
 def _check_resources(kernel: KernelSpec, arch: ArchName, compiled: Compiled) -> None:
     grid = launch_grid(kernel, arch)
-    shared, registers = compiled.shared + grid.shared, compiled.registers * grid.threads
+    shared, registers = compiled.shared + grid.shared + compiled.dynamic, compiled.registers * grid.threads
     if shared > SHARED_LIMITS[arch] or registers > REGISTERS:
         raise InternalError(
             f"{kernel.symbol} needs {shared} bytes of shared memory and {registers} registers a block, "
@@ -185,6 +200,7 @@ class _Order(msgspec.Struct, frozen=True):
 
     family: str
     params: dict[str, ParamValue]
+    shape: dict[str, int]
     arch: ArchName
     form: CodeForm
 
@@ -216,8 +232,8 @@ class Compilers:
         return self._pool.map(lambda job: self._compile(*job), jobs)
 
     def _compile(self, kernel: KernelSpec, arch: ArchName, form: CodeForm) -> Compiled:
-        if not cached_path(_key(render_cuda(kernel, arch), arch), f".{form}").exists():
-            self._have_compiled(_Order(kernel.family, dict(kernel.params), arch, form))
+        if not cached_path(_key(render_cuda(kernel, arch), kernel, arch), f".{form}").exists():
+            self._have_compiled(_Order(kernel.family, dict(kernel.params), dict(kernel.shape), arch, form))
         return compile_form(kernel, arch, form)  # if that failed, this says why
 
     def _have_compiled(self, order: _Order) -> None:
@@ -244,7 +260,7 @@ def main() -> None:
     for line in sys.stdin:
         order = msgspec.json.decode(line, type=_Order)
         with suppress(Exception):  # the parent meets it too
-            compile_form(KernelSpec(order.family, order.params), order.arch, order.form)
+            compile_form(KernelSpec(order.family, order.params, order.shape), order.arch, order.form)
         print(flush=True)
 
 
@@ -302,11 +318,11 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
         entry=kernel.symbol,
         threads=grid.threads,
         grid=(axis(grid.x), axis(grid.y), axis(grid.z)),
-        shared=grid.shared,
+        shared=grid.shared + compiled.dynamic,
         registers=compiled.registers,
         static_shared=compiled.shared,
         spilled=compiled.spilled,
-        pdl=arch == "sm90" and "depend();" in render_cuda(kernel, arch),
+        pdl=arch == "sm90" and (family.triton or "depend();" in render_cuda(kernel, arch)),
         maps=tuple(
             TensorMap(
                 argument=names.index(name),

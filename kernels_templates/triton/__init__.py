@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: the same arguments and meaning as CUDA C++ kernels, in families of their own."""
