@@ -98,8 +98,9 @@ class Summary(msgspec.Struct, frozen=True):
 @click.option("--check", is_flag=True, help="Check every pass: interpret the graph before and after it.")
 @click.option(
     "--generator",
-    type=click.Choice(["cpp", "tvm", "race"]),
-    help="Whose kernels: cpp, tvm where it has them, or race: the faster ones, timed here.  [default: cpp]",
+    type=click.Choice(["cpp", "tvm", "cuda", "triton", "race"]),
+    help="Whose kernels: cpp, tvm where it has them, or race: the faster ones, timed here.  [default: cpp]  For GPUs "
+    "cuda, triton where it has them, or race: both, for `toolkit tune`.  [default: cuda]",
 )
 @click.option(
     "--tuning", type=click.Path(path_type=Path), help="Use the results of a race in this file: a plan's tuning.json."

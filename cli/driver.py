@@ -69,7 +69,7 @@ def compile(
     float16, and `kv_cache_dtype` one of those, int8 or, on GPUs, fp8; `weights` "random" or "random:SEED" for a model
     without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the
     interpreter; `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning`
-    says; a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU
+    says, and for GPUs cuda, triton or race, whose plans carry Triton's as alternatives; a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU
     plan carries up to so many `alternatives` to each linear layer's kernel, for `toolkit tune`; `dump_ir` is a
     directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory.
     An existing one is replaced only with `force`; whatever fails leaves no half plan. Without `reuse` the model's
@@ -78,8 +78,8 @@ def compile(
     """
     chosen = parse_target(target)
     wanted_kv, seed = parse_kv_dtype(kv_cache_dtype, chosen), _random_seed(weights)
-    _check_options(chosen, alternatives, generator=generator, tuning=tuning, deterministic=deterministic)
-    generators = Generators.parse(generator, tuning)
+    _check_options(chosen, alternatives, tuning=tuning, deterministic=deterministic)
+    generators = Generators.parse(generator, tuning, chosen.kind)
     if output is not None:
         check_output(Path(output), force=force)
     with (phases := progress or Phases()).phase("Import"), _no_collection():
@@ -130,15 +130,15 @@ def compile(
             resolved = weights_pack.resolve_encodings(fused, source)
             kv_dtype = wanted_kv or chosen.kv_dtype(opened.dtype, quantized=is_quantized(resolved))
             lower = partial(make_programs, resolved, chosen, bounds, kv_dtype, dtype=opened.dtype)
-            first, *others = lower(deterministic=deterministic, alternatives=alternatives)
-        with phases.phase("Race") if generators.kind == "race" else nullcontext():
-            tuned = generators.choose(first, chosen.isas, phases.advance, deterministic=deterministic)
-            programs = (tuned.program, *others)
+            made = lower(deterministic=deterministic, alternatives=alternatives, generator=generators.gpu)
+        with phases.phase("Race") if generators.races_here else nullcontext():
+            tuned = generators.choose(made, chosen.isas, phases.advance, deterministic=deterministic)
+            programs = (tuned.program, *made[1:])
         with phases.phase("Kernels"):
             code = build_code(chosen, programs, folder, phases.advance)
         with phases.phase("Weights"):
             packed = weights_reuse.packed_weights(
-                first.lowered.weights,
+                made[0].lowered.weights,
                 source,
                 folder,
                 destination,
@@ -164,7 +164,7 @@ def compile(
             plan = describe(programs=programs, code=code, deterministic=deterministic)
             emit.write_plan(plan, folder)
         if deterministic and progress is not None:
-            otherwise = (tuned.again or generators).choose(lower()[0], chosen.isas).program
+            otherwise = (tuned.again or generators).choose(lower(), chosen.isas).program
             _note_cost(phases, folder, plan, otherwise, describe)
     _debug_stages(captured, fused, plan.report, programs, chosen)
     return destination

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..kernels_templates.catalog import KernelSpec
 from ..kernels_templates.cuda import runtime_kernels
+from ..kernels_templates.registry import is_triton
 from ..runtime.plan import CudaModule, Kernel, Library
 from .codegen import cpu, cuda, triton
 from .program import Program
@@ -54,7 +55,7 @@ def _build_modules(target: Target, programs: Sequence[Program], directory: Path,
     modules = cuda.build_modules(kernels, target.archs, directory, progress)
     records = _records(kernels, lambda kernel: cuda.kernel_source_hash(kernel, target.archs))
     versions = {"nvrtc": cuda.compiler_version().removeprefix("nvrtc ")}
-    if any(map(cuda.is_triton, kernels.values())):
+    if any(map(is_triton, kernels.values())):
         versions["triton"] = triton.compiler_version().removeprefix("triton ")
     return Code(records, modules=modules, versions=versions)
 

@@ -1,4 +1,5 @@
-"""Whose code a kernel runs: C++, which has every kernel, or TVM, which has some of them for known shapes."""
+"""Whose code a kernel runs: C++, which has every kernel, or TVM on CPUs and Triton on GPUs, which have some of them for
+known shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from dataclasses import replace
 import msgspec
 
 from ..kernels_templates.catalog import KernelSpec
-from ..kernels_templates.registry import FAMILIES
+from ..kernels_templates.registry import FAMILIES, is_triton
 from ..kernels_templates.render import arguments
 from ..kernels_templates.tvm.families import takes
 from ..runtime.plan import Choice, ConstArg, DimArg, IsaName, Launch
@@ -41,6 +42,16 @@ def stays_cpp(lowered: Lowered) -> str:
     counts = Counter(call.kernel.family for call in lowered.calls if id(call) not in shaped)
     named = ", ".join(f"{count} {family}" for family, count in sorted(counts.items()))
     return f"TVM has no code for {sum(counts.values())} calls, which stay C++: {named}"
+
+
+def stays_cuda(programs: Sequence[Program]) -> str:
+    """A sentence on the GPU kernels that Triton has no template for."""
+    calls = [call for program in programs for call in program.lowered.calls]
+    lacking = {call.kernel for call in calls if not any(map(is_triton, (call.kernel, *call.others)))}
+    counts = Counter(kernel.family for kernel in lacking)
+    named = ", ".join(f"{count} {family}" for family, count in sorted(counts.items()))
+    total = len({call.kernel for call in calls})
+    return f"Triton has no template for {len(lacking)} of {total} kernels, which stay CUDA C++: {named}"
 
 
 def with_choices(program: Program, choices: Choices) -> Program:

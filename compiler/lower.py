@@ -22,7 +22,7 @@ from ..runtime.errors import InternalError, UserError
 from ..runtime.plan import CacheArg, ConstArg, DimArg, InputArg, KvDType
 from .ir import Graph, Op, Value
 from .lowered import Argument, Lowered, View, place_barriers
-from .lowering import Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
+from .lowering import GpuGenerator, Lowering, Place, Rows, Unsupported, count, dim, label, rows_and_width, static
 from .op_spec import bool_attr, broadcast, float_attr, int_attr, str_attr
 from .ops import OPS
 from .ops_fused import shape_of
@@ -54,11 +54,13 @@ def lower(
     dtype: FloatDType = "float32",
     deterministic: bool = False,
     alternatives: int = 0,
+    generator: GpuGenerator = "cuda",
 ) -> tuple[Lowered, ...]:
     """The kernel calls of a fused graph whose weight encodings are resolved, for each bucket of the target.
 
     `kv_dtype` is that of the caches, `dtype` the model's, and `deterministic` allows batch-invariant kernels alone. On
-    GPUs linear layers name up to so many `alternatives` to their kernels, for `toolkit tune`.
+    GPUs linear layers name up to so many `alternatives` to their kernels, for `toolkit tune`, and kernels are those of
+    `generator`.
     Raises NoKernelError naming every op that the target has no kernel for.
     """
     blockers: dict[str, None] = {}
@@ -69,6 +71,7 @@ def lower(
             real=target.real(dtype),
             deterministic=deterministic,
             alternatives=alternatives,
+            generator=generator,
         )
         buckets.append(_lower(low, graph, blockers))
     if blockers:

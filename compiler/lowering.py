@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..kernels_templates.catalog import ArgSpec, KernelSpec, ParamValue
 from ..kernels_templates.packing import layout_bytes, q8_row_bytes
 from ..kernels_templates.reference import page_bytes
 from ..kernels_templates.registry import families
 from ..kernels_templates.render import arguments
+from ..kernels_templates.triton.choose import triton_kernels
 from ..runtime.encodings import FLOAT32, Encoding
 from ..runtime.errors import InternalError
 from ..runtime.plan import CacheArg, CacheResource, ConstArg, DimArg, InputArg, KvDType, WeightArg
@@ -19,6 +21,8 @@ from .op_spec import divide
 from .shapes import Dim, Sym, product
 from .targets import BucketLimits, FloatDType, Target
 
+GpuGenerator = Literal["cuda", "triton", "race"]
+"""Whose GPU kernels: CUDA C++, Triton where it has a template, or CUDA C++ with Triton's as alternatives."""
 _BYTES: Mapping[FloatDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -61,6 +65,7 @@ class Lowering:
         real: FloatDType,
         deterministic: bool = False,
         alternatives: int = 0,
+        generator: GpuGenerator = "cuda",
     ) -> None:
         self.target = target
         self.limits = limits
@@ -69,6 +74,7 @@ class Lowering:
         self.families = families(target.kind)
         self.deterministic = deterministic
         self.alternatives = alternatives
+        self.generator = generator
         self.kv_dtype = kv_dtype
         self.calls: list[Call] = []
         self.buffers: dict[str, VirtualBuffer] = {}
@@ -287,19 +293,40 @@ class Lowering:
         for spec, arg in bound:
             if isinstance(arg, WeightArg):
                 self._read_weight(arg.name, spec)
+        written = self._written(kernel, tuple(self._kernel(*other) for other in others), bound)
         state_changes = isinstance(op, Op) and any(value.type.dtype == "cache" for value in op.outputs)
         self.calls.append(
             Call(
-                kernel,
+                written[0],
                 tuple(arg for _, arg in bound),
                 reads=_touched(bound, writing=False, caches=not state_changes),
                 writes=_touched(bound, writing=True, caches=state_changes),
                 op=op if isinstance(op, str) else label(op),
                 bytes=sum(self._least_bytes(spec, arg, op) for spec, arg in bound),
                 flops=flops,
-                others=tuple(self._kernel(*other) for other in others),
+                others=written[1:],
             )
         )
+
+    def _written(
+        self, kernel: KernelSpec, others: tuple[KernelSpec, ...], bound: Sequence[tuple[ArgSpec, Argument]]
+    ) -> tuple[KernelSpec, ...]:
+        """A kernel and those that can stand in for it, by whoever is to write them."""
+        aligned = all(arg.offset % 16 == 0 for _, arg in bound if isinstance(arg, View))
+        if self.generator == "cuda" or not aligned:
+            return kernel, *others
+        sizes = {spec.name: self._largest(arg) for spec, arg in bound if isinstance(arg, DimArg | ConstArg)}
+        found = triton_kernels(kernel, sizes)
+        if self.generator == "race":
+            return kernel, *others, *found[: max(1, self.alternatives)]
+        return tuple(found[: 1 + self.alternatives]) or (kernel, *others)
+
+    def _largest(self, arg: DimArg | ConstArg) -> int:
+        """The largest value of a number in steps of this bucket."""
+        if isinstance(arg, ConstArg):
+            return int(arg.value)
+        bounds = self.limits.bounds
+        return arg.factor * {"T": bounds.max_tokens, "S": bounds.max_sequences, "R": bounds.max_rows}[arg.name]
 
     def _read_weight(self, name: str, spec: ArgSpec) -> None:
         """Store a weight that kernels read as an activation as `real` numbers.

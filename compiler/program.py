@@ -10,6 +10,7 @@ from ..runtime.plan import ArenaArg, Bucket, Buffer, KvDType, Launch
 from .ir import Graph
 from .lower import lower
 from .lowered import Call, Lowered, View
+from .lowering import GpuGenerator
 from .memory import arena_bytes, lifetimes, plan_memory
 from .memory_check import check_memory
 from .shapes import Bounds
@@ -39,13 +40,18 @@ def make_programs(
     dtype: FloatDType = "float32",
     deterministic: bool = False,
     alternatives: int = 0,
+    generator: GpuGenerator = "cuda",
 ) -> tuple[Program, ...]:
     """Lower a fused graph with resolved encodings for each of the target's buckets, plan its memory and check the plan.
 
     Raises UserError naming every op that the target has no kernel for.
     """
     buckets = lower(
-        graph, target, bounds, kv_dtype, dtype=dtype, deterministic=deterministic, alternatives=alternatives
+        *(graph, target, bounds, kv_dtype),
+        dtype=dtype,
+        deterministic=deterministic,
+        alternatives=alternatives,
+        generator=generator,
     )
     return tuple(_place_buffers(lowered, target) for lowered in buckets)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..runtime.plan import TargetKind
-from .catalog import Family
+from .catalog import Family, KernelSpec
 from .cpu import dense, linear
 from .cuda import attention, basic, sample, steps
 from .cuda import linear as cuda_linear
@@ -26,3 +26,8 @@ CUDA_FAMILIES: dict[str, Family] = {
 def families(kind: TargetKind) -> Mapping[str, Family]:
     """The kernels of a kind of target."""
     return CUDA_FAMILIES if kind == "cuda" else FAMILIES
+
+
+def is_triton(kernel: KernelSpec) -> bool:
+    """Whether a GPU's kernel is written in Triton."""
+    return CUDA_FAMILIES[kernel.family].triton

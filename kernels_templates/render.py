@@ -25,6 +25,7 @@ from .expression import inputs_of, to_cpp, to_passes
 from .packing import block_columns, block_offsets, panel_encoding
 from .registry import CUDA_FAMILIES, FAMILIES
 from .triton.expression import to_triton
+from .triton.families import MOST_TILE
 
 
 @cache
@@ -135,6 +136,7 @@ def render_triton(kernel: KernelSpec, arch: ArchName, *, interpreted: bool = Fal
         interpreted=interpreted,
         signature=f"def {kernel.symbol}({names})",
         shape=kernel.shape,
+        most_columns=MOST_TILE,
         **kernel.params,
     )
 

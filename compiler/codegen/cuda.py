@@ -1,7 +1,7 @@
 """CUDA code generation: kernels become machine code for each GPU architecture, with no GPU and no CUDA toolkit here.
 
-NVRTC, or Triton for kernels written in it, compiles a kernel on its own into a cubin of the content-addressed cache. What
-a GPU can't launch, for want of shared memory or registers, is refused now and not when the plan is loaded.
+NVRTC, or Triton for what is written in it, compiles a kernel on its own into a cubin of the content-addressed cache.
+What a GPU can't launch, for want of shared memory or registers, is refused now and not when the plan is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from ...kernels_templates.catalog import Axis, Grid, KernelSpec, ParamValue
-from ...kernels_templates.registry import CUDA_FAMILIES
+from ...kernels_templates.registry import CUDA_FAMILIES, is_triton
 from ...kernels_templates.render import arguments, render_cuda
 from ...runtime.errors import InternalError, UserError
 from ...runtime.plan import ArchName, CodeForm, CudaKernel, CudaModule, GridAxis, TensorMap
@@ -91,11 +91,6 @@ def _key(source: str, kernel: KernelSpec, arch: ArchName) -> str:
     return content_key(source, compiler_version(), arch, str(_OPTIONS), record)
 
 
-def is_triton(kernel: KernelSpec) -> bool:
-    """Whether a kernel is written in Triton."""
-    return CUDA_FAMILIES[kernel.family].triton
-
-
 def kernel_source_hash(kernel: KernelSpec, archs: Sequence[ArchName]) -> str:
     """Hash of a kernel's sources over all architectures, as `plan.Kernel` records it."""
     return content_key(*(render_cuda(kernel, arch) for arch in archs))[:16]
@@ -155,8 +150,13 @@ def _compile(source: str, kernel: KernelSpec, arch: ArchName) -> Compiled:
 
 def _read(cubin: bytes, log: str, dynamic: int = 0) -> Compiled:
     """Machine code with what ptxas says of it."""
-    patterns = (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores")
-    return Compiled(cubin, *(_found(pattern, log) for pattern in patterns), dynamic)
+    return Compiled(
+        cubin,
+        registers=_found(r"Used (\d+) registers", log),
+        shared=_found(r"(\d+) bytes smem", log),
+        spilled=_found(r"(\d+) bytes spill stores", log),
+        dynamic=dynamic,
+    )
 
 
 def _target(arch: ArchName) -> str:

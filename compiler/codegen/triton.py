@@ -70,8 +70,12 @@ def _ptxas() -> Path:
 
 def options(kernel: KernelSpec, arch: ArchName) -> Mapping[str, Any]:
     """What Triton is told besides the source: `num_stages` is how many parts of a loop's inputs are on their way."""
-    warps = CUDA_FAMILIES[kernel.family].variant(arch).grid(kernel.params).threads // 32
-    return {"num_warps": warps, "num_stages": kernel.params.get("stages", 1), "ptx_version": PTX}
+    warps, stages = (
+        CUDA_FAMILIES[kernel.family].variant(arch).grid(kernel.params).threads // 32,
+        int(kernel.params.get("stages", 1)),
+    )
+    most = stages if arch == "sm90" else 3
+    return {"num_warps": warps, "num_stages": min(stages, most), "ptx_version": PTX}
 
 
 def assemble(source: str, kernel: KernelSpec, arch: ArchName) -> Assembled:
@@ -157,7 +161,7 @@ def _machine_code(ptx: str, arch: ArchName, folder: Path) -> tuple[bytes, str]:
     source, target = folder / "kernel.ptx", folder / "kernel.cubin"
     source.write_text(ptx)
     name = "sm_90a" if arch == "sm90" else arch.replace("sm", "sm_")
-    command = [_ptxas(), "-v", f"--gpu-name={name}", source.name, "-o", target.name]
+    command = [str(_ptxas()), "-v", f"--gpu-name={name}", source.name, "-o", target.name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode:
         raise InternalError(f"ptxas failed for {arch}: {done.stderr[-4000:]}")

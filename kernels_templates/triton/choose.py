@@ -54,7 +54,7 @@ def _exact(params: Mapping[str, ParamValue], sizes: Mapping[str, int]) -> list[_
     if params["real"] != "float32" or params["encoding"] != "f32" or not supported(str(params["epilogue"])):
         return []
     rows = max(16, min(64, _power(sizes["rows"])))
-    tile = {"tile_rows": rows, "tile_columns": 64, "depth": 32, "stages": 2, "warps": 4}
+    tile = {"tile_rows": rows, "tile_columns": 64, "stages": 2, "warps": 4}
     return _linear(params, [tile])
 
 
@@ -80,7 +80,7 @@ def _tiles(sizes: Mapping[str, int]) -> list[dict[str, int]]:
 def _tile(rows: int, columns: int) -> dict[str, int]:
     stage = (rows + columns) * 64 * 2
     return {
-        **{"tile_rows": rows, "tile_columns": columns, "depth": 64},
+        **{"tile_rows": rows, "tile_columns": columns},
         **{"stages": max(3, min(6, 160_000 // stage)), "warps": 8 if rows * columns > 64 * 128 else 4},
     }
 

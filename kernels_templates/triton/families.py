@@ -16,6 +16,8 @@ from ..cuda.linear import TILED
 
 MOST_COLUMNS = 16384
 """Of a row that stays in registers."""
+MOST_TILE = 128
+"""Columns of a linear layer's tile where it is not read by tensor maps."""
 _SIZES = tuple(1 << power for power in range(15))
 _WARPS = (1, 2, 4, 8, 16)
 
@@ -64,7 +66,7 @@ REDUCTION = replace(
 
 
 def _linear(params: Mapping[str, ParamValue]) -> Grid:
-    rows, columns = (int(params[name]) for name in ("tile_rows", "tile_columns"))
+    rows, columns = int(params["tile_rows"]), min(int(params["tile_columns"]), MOST_TILE)
     return Grid(32 * int(params["warps"]), Axis(("N",), columns), Axis(("rows",), rows))
 
 
@@ -87,13 +89,13 @@ LINEAR = Family(
     template="triton/linear.py.j2",
     params={
         **{"real": REALS, "tile_rows": (16, 32, 64, 128, 256), "tile_columns": (16, 32, 64, 128, 256)},
-        **{"depth": (32, 64), "band": _SIZES[:6], "flatten": BOOLS, "stages": tuple(range(1, 9)), "warps": _WARPS},
+        **{"band": _SIZES[:6], "flatten": BOOLS, "stages": tuple(range(1, 9)), "warps": _WARPS},
         **{name: values for name, values in TILED.params.items() if name in ("has_bias", "epilogue", "gated")},
         **{name: values for name, values in TILED.params.items() if name.startswith("extra")},
     },
     args=tuple(replace(arg, ctype="const real *") if arg.name == "weight" else arg for arg in TILED.args),
     ops=("linear",),
-    doc=TILED.doc + " In Triton: `stages` parts of `depth` columns are on their way.",
+    doc=TILED.doc + " In Triton: `stages` parts of 64 columns are on their way.",
     layouts=("rows",),
     grid=_linear,
     hopper=Variant("triton/linear.py.j2", _persistent, _maps),

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cpu.kernels.triton_interpreter import Interpreter
 
 from toolkit.kernels_templates import expression as ex
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
 from toolkit.kernels_templates.packing import layout_bytes, unpack
 from toolkit.kernels_templates.reference import PagedCache, attention
-from toolkit.kernels_templates.registry import CUDA_FAMILIES
+from toolkit.kernels_templates.registry import CUDA_FAMILIES, is_triton
 from toolkit.kernels_templates.render import arguments
 from toolkit.runtime.device.base import Ticket, find_bucket
 from toolkit.runtime.plan import ArenaArg, CacheArg, ConstArg, DimArg, InputArg, Launch, Plan, WeightArg
@@ -51,8 +52,11 @@ class RowsCache(PagedCache):
 class NumpyDevice:
     """As much of a `Device` as running steps takes."""
 
-    def __init__(self, directory: Path, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, directory: Path, plan: Plan, interpreter: Interpreter | None = None) -> None:
+        """`interpreter` runs what is written in Triton."""
+        self.plan, self._interpreter = plan, interpreter
+        self.interpreted: set[str] = set()
+        """Families of kernels that the interpreter ran."""
         self.used: list[str] = []
         """Names of the buckets that steps ran in."""
         stored = {file.file: np.fromfile(directory / file.file, np.uint8) for file in plan.weight_files}
@@ -91,9 +95,26 @@ class NumpyDevice:
 
     def _launch(self, launch: Launch, batch: StepBatch, arena: Array) -> None:
         kernel = self.plan.kernels[launch.kernel]
-        specs = arguments(CUDA_FAMILIES[kernel.family], KernelSpec(kernel.family, kernel.params))
-        values = {spec.name: self._value(arg, batch, arena) for spec, arg in zip(specs, launch.args, strict=True)}
-        KERNELS[kernel.family](kernel.params, SimpleNamespace(**values), values)
+        spec = KernelSpec(kernel.family, kernel.params, kernel.shape)
+        specs = arguments(CUDA_FAMILIES[kernel.family], spec)
+        values = {each.name: self._value(arg, batch, arena) for each, arg in zip(specs, launch.args, strict=True)}
+        if self._interpreter is not None and is_triton(spec):
+            self._interpret(spec, values, [each.name for each in specs if each.role == "out"])
+        else:
+            meaning = KERNELS[kernel.family.removesuffix("_triton")]
+            meaning(kernel.params, SimpleNamespace(**values), values)
+
+    def _interpret(self, spec: KernelSpec, values: dict[str, Any], outputs: list[str]) -> None:
+        """Run a Triton kernel over copies of its arguments, and take its outputs."""
+        assert self._interpreter is not None
+        copies = {
+            name: np.array(value, np.float32).reshape(-1) if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+        self.interpreted.add(spec.family)
+        for name, found in self._interpreter.run(spec, "sm80", **copies).items():
+            written = ~np.isnan(found)
+            values[name][written] = found[written]
 
     def _value(self, arg: Any, batch: StepBatch, arena: Array) -> Any:
         match arg:
@@ -315,6 +336,7 @@ KERNELS: Mapping[str, Callable[[Params, Any, Mapping[str, Any]], None]] = {
     "take_rows": _take_rows,
     "pointwise": _pointwise,
     "reduction": _reduction,
+    "linear": _linear,
     "linear_exact": _linear,
     "linear_skinny": _linear,
     "rope_table": _rope_table,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cpu.kernels.triton_interpreter import Interpreter
 from unit.cli.tiny_plans import SIZES, make_tiny_plan, no_modules
 from unit.models.float8_writer import ARRANGEMENTS, store_float8
 
@@ -19,6 +22,7 @@ from toolkit.cli import main
 from toolkit.cli.driver import compile as compile_model
 from toolkit.cli.missing import find_missing
 from toolkit.compiler.codegen.cuda import REGISTERS, SHARED_LIMITS
+from toolkit.compiler.codegen.triton import compiler_version
 from toolkit.compiler.lower import NoKernelError
 from toolkit.compiler.quantize import encode
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
@@ -48,8 +52,10 @@ ROLES: Mapping[str, tuple[type, ...]] = {
 
 
 class NumpyRunner(PlanRunner):
+    interpreter: Interpreter | None = None
+
     def _open(self, directory: Path, threads: int) -> Any:
-        self.numpy = NumpyDevice(directory, self.plan)
+        self.numpy = NumpyDevice(directory, self.plan, self.interpreter)
         return self.numpy
 
 
@@ -90,21 +96,45 @@ def test_launches_of_half_precision_compute_the_model(
     assert any(kernel.params.get("norm_in") for kernel in kernels) == (kind != "gemma3_text")
 
 
-def compare(kind: str, tmp_path: Path) -> Plan:
+@pytest.mark.usefixtures("without_nvrtc")
+def test_launches_of_triton_kernels_compute_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Triton kernel of the plan is run by Triton's interpreter, with the arguments that lowering gave it."""
+    interpreter = Interpreter()
+    monkeypatch.setattr(NumpyRunner, "interpreter", interpreter)
+    plan = compare("gemma3_text", tmp_path, steps=(0, 3), generator="triton", optimize=2)
+    interpreter.close()
+    used = {plan.kernels[launch.kernel].family for bucket in plan.buckets for launch in bucket.launches}
+    assert {"norm_triton", "linear_triton"} <= used
+    assert not {"norm", "pointwise", "reduction", "linear_exact"} & used
+    (note,) = [note for note in plan.report.notes if "Triton" in note]
+    assert re.match(r"Triton has no template for \d+ of \d+ kernels, which stay CUDA C\+\+: 2 attention_decode, ", note)
+    assert "norm" not in note
+
+
+STEPS: tuple[tuple[dict[str, int], str], ...] = (
+    ({"a": 33, "b": 2}, "tokens[64]"),
+    ({"a": 1, "b": 1, "c": 15}, "tokens[64]"),
+    ({"a": 1, "b": 1, "c": 1}, "decode[4]"),
+    ({"c": 1}, "decode[1]"),
+    ({"a": 2, "c": 1}, "tokens[64]"),
+)
+"""New tokens by sequence, and the launch program that serves them."""
+
+
+def compare(kind: str, tmp_path: Path, steps: Sequence[int] = range(len(STEPS)), **options: Any) -> Plan:
     """Prompts in one step, a chunk at a time, and tokens one by one: every bucket gives what Hugging Face does."""
     model = make_model(tmp_path / "model", kind)
-    plan = compile_model(
-        tmp_path / "model", target="sm90", dtype="float32", output=tmp_path / "plan", max_batch=4, max_context=64
-    )
+    options |= {"output": tmp_path / "plan", "max_batch": 4, "max_context": 64}
+    plan = compile_model(tmp_path / "model", target="sm90", dtype="float32", **options)
     runner = NumpyRunner(plan)
     wanted = {name: (tokens, expected(model, tokens)) for name, tokens in sequences(model.config.vocab_size).items()}
     seen = dict.fromkeys(wanted, 0)
-    for sizes in ({"a": 33, "b": 2}, {"a": 1, "b": 1, "c": 15}, {"a": 1, "b": 1, "c": 1}, {"c": 1}, {"a": 2, "c": 1}):
+    for sizes, _ in (STEPS[step] for step in steps):
         chunks = [(name, wanted[name][0][seen[name] : seen[name] + size]) for name, size in sizes.items()]
         for (name, tokens), found in zip(chunks, runner.step(chunks), strict=True):
             np.testing.assert_allclose(found, wanted[name][1][seen[name] : seen[name] + len(tokens)], atol=2e-4)
             seen[name] += len(tokens)
-    assert runner.numpy.used == ["tokens[64]", "tokens[64]", "decode[4]", "decode[1]", "tokens[64]"]
+    assert runner.numpy.used == [STEPS[step][1] for step in steps]
     return runner.plan
 
 
@@ -278,11 +308,27 @@ def test_what_is_missing_is_explained_without_weights(tmp_path: Path) -> None:
         assert find_missing(tmp_path, target="sm80,sm90", quant=quant).missing == ()
 
 
-@pytest.mark.parametrize(
-    "options", [{"generator": "race"}, {"tuning": "tuning.json"}, {"deterministic": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"tuning": "tuning.json"}, {"deterministic": True}], ids=str)
 def test_options_of_cpu_plans_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     name = next(iter(options))
     with pytest.raises(UserError, match=rf"only CPU plans have --{name}, but the target is sm80,sm90"):
         compile_model(tmp_path, target="sm90,sm80", output=tmp_path / "plan", **options)
+
+
+def test_generators_of_cpu_plans_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match="unknown generator 'tvm' for cuda plans: expected cuda, triton or race"):
+        compile_model(tmp_path, target="sm90", output=tmp_path / "plan", generator="tvm")
+
+
+def test_without_triton_its_generator_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    compiler_version.cache_clear()
+    monkeypatch.setattr("toolkit.compiler.codegen.triton.version", missing)
+    for generator in ("triton", "race"):
+        with pytest.raises(UserError, match=r"Triton kernels need Triton, .* pip install 'plan-toolkit\[triton\]'"):
+            compile_model(tmp_path, target="sm90", output=tmp_path / "plan", generator=generator)

@@ -11,9 +11,9 @@ import pytest
 from toolkit.compiler.ir import Graph, Source, Value
 from toolkit.compiler.lower import RULES, broadcast_forms, lower
 from toolkit.compiler.lowered import Call, Lowered, View
-from toolkit.compiler.lowering import Unsupported
+from toolkit.compiler.lowering import GpuGenerator, Unsupported
 from toolkit.compiler.ops import OPS, GraphBuilder
-from toolkit.compiler.program import make_programs
+from toolkit.compiler.program import Program, make_programs
 from toolkit.compiler.shapes import Bounds, Sym
 from toolkit.compiler.targets import CPU, cuda_target
 from toolkit.compiler.weights import Piece, Recipe
@@ -441,6 +441,36 @@ def test_alternatives_take_the_arguments_of_what_they_replace() -> None:
                 assert [each.name for each in arguments(CUDA_FAMILIES[spec.family], spec)] == names
     for program in make_programs(graph, target, BOUNDS, "bfloat16", dtype="bfloat16"):
         assert not program.bucket.alternatives
+
+
+def test_triton_kernels_take_the_arguments_of_what_they_replace() -> None:
+    """As alternatives, and in its place: norms and the linear layers of prompts have them, those of few rows do not."""
+    target, bounds = cuda_target(["sm90"]), replace(BOUNDS, max_tokens=512)
+
+    def programs(generator: GpuGenerator, alternatives: int) -> tuple[Program, ...]:
+        options = {"dtype": "bfloat16", "alternatives": alternatives, "generator": generator}
+        return make_programs(llama(BFLOAT16), target, bounds, "bfloat16", **options)  # type: ignore[arg-type]
+
+    plain, raced, written = (programs(*choice) for choice in (("cuda", 0), ("race", 2), ("triton", 1)))
+    for usual, race, triton in zip(plain, raced, written, strict=True):
+        for call, more, own in zip(usual.lowered.calls, race.lowered.calls, triton.lowered.calls, strict=True):
+            assert call.kernel == more.kernel
+            found = [other for other in more.others if CUDA_FAMILIES[other.family].triton]
+            has = call.kernel.family in ("norm", "linear_tiled")
+            assert len(found) == {"norm": 1, "linear_tiled": 2}.get(call.kernel.family, 0)
+            assert own.kernel == (found[0] if has else call.kernel)
+            assert not has or all(CUDA_FAMILIES[other.family].triton for other in own.others)
+            names = [spec.name for spec in arguments(CUDA_FAMILIES[call.kernel.family], call.kernel)]
+            for other in found:
+                assert [spec.name for spec in arguments(CUDA_FAMILIES[other.family], other)] == names
+                assert (
+                    other.shape.items()
+                    <= {
+                        name: arg.value for name, arg in zip(names, call.args, strict=True) if isinstance(arg, ConstArg)
+                    }.items()
+                )
+    families = {call.kernel.family for program in written for call in program.lowered.calls}
+    assert {"norm_triton", "linear_triton", "linear_skinny"} <= families
 
 
 def test_8_bit_floats_meet_rounded_activations_in_large_steps_on_sm90_alone() -> None:
