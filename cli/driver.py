@@ -64,17 +64,17 @@ def compile(
 ) -> Path:
     """Compile a model (a directory, a `.gguf` file or a hub id) into a plan and return the plan's directory.
 
-    `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `calibrate` is a text file
-    on which weights are rounded, by `calibration_method` awq, gptq or awq+gptq; `dtype` is auto, float32, bfloat16 or
-    float16, and `kv_cache_dtype` one of those, int8 or, on GPUs, fp8; `weights` "random" or "random:SEED" for a model
-    without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by the
-    interpreter; `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file `tuning`
-    says, and for GPUs cuda, triton or race, whose plans carry Triton's as alternatives; a `deterministic` plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU
-    plan carries up to so many `alternatives` to each linear layer's kernel, for `toolkit tune`; `dump_ir` is a
-    directory that gets the graph after each pass. Without `output` the plan is `NAME-plan` in the current directory.
-    An existing one is replaced only with `force`; whatever fails leaves no half plan. Without `reuse` the model's
-    files are hashed, captured and packed as if no earlier compilation had done it. Raises UserError for what can't be
-    used.
+    `quant` names an encoding (keep, none, bf16, int8, int4-g64-asym, ...) or a YAML recipe; `calibrate` is a text
+    file on which weights are rounded, by `calibration_method` awq, gptq or awq+gptq; `dtype` is auto, float32,
+    bfloat16 or float16, and `kv_cache_dtype` one of those, int8 or, on GPUs, fp8; `weights` "random" or "random:SEED"
+    for a model without a checkpoint; `optimize` the level of `passes.pipelines`; `check` has every pass checked by
+    the interpreter; `generator` is cpp, tvm or race, which takes the faster kernels, as timed here or as the file
+    `tuning` says, and for GPUs cuda, triton or race, whose plans carry Triton's as alternatives; a `deterministic`
+    plan's tokens depend on their request alone, and `progress` is told what that costs; a GPU plan carries up to so
+    many `alternatives` to each linear layer's kernel, for `toolkit tune`; `dump_ir` is a directory that gets the
+    graph after each pass. Without `output` the plan is `NAME-plan` in the current directory. An existing one is
+    replaced only with `force`; whatever fails leaves no half plan. Without `reuse` the model's files are hashed,
+    captured and packed as if no earlier compilation had done it. Raises UserError for what can't be used.
     """
     chosen = parse_target(target)
     wanted_kv, seed = parse_kv_dtype(kv_cache_dtype, chosen), _random_seed(weights)
