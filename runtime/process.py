@@ -1,7 +1,7 @@
-"""The engine in a process of its own, behind a ZeroMQ socket with msgpack messages: the front end's side.
+"""The engine in a process of its own, behind a channel with msgpack messages: the front end's side.
 
-The front end binds a socket in a private folder and starts the child, `python -m toolkit.runtime.child`, which
-connects. Both send lists: commands one way, events the other. The child's first events say that it is ready (Stats) or
+The front end starts the child, `python -m toolkit.runtime.child`, which inherits the other end of the channel.
+Both send lists: commands one way, events the other. The child's first events say that it is ready (Stats) or
 why it can't start (Error). Neither outlives the other unnoticed: the kernel kills the child when its parent ends, and a
 thread of the parent waits for the child's end.
 
@@ -13,28 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import weakref
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import zmq
 
+from .channel import Channel
 from .client import EngineClient
 from .errors import InternalError
 from .load import read_plan
 from .options import EngineOptions
 from .plan import Plan
-from .request import Command, Event, Shutdown, Stats
-from .sockets import close_socket, open_socket, readable
+from .request import Command, Event, Shutdown
 
 CLOSE_SECONDS = 10.0
 """How long an engine that was told to stop at once may take for it before it is killed."""
@@ -61,7 +57,6 @@ class ProcessEngine(EngineClient):
         super().__init__(plan)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[Event])
-        self._unsent: list[Command] = []
         self._closing = False
         self._deaths: list[float] = []
         self._command = [sys.executable, "-P", "-m", child, "", str(os.getpid()), str(directory.absolute())]
@@ -69,17 +64,15 @@ class ProcessEngine(EngineClient):
         self._start()
 
     def _start(self) -> None:
-        """Bind a socket and start a child. Raises InternalError if there can't be another process."""
-        folder = tempfile.mkdtemp(prefix="toolkit-")
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        address = f"ipc://{folder}/engine"
-        self._socket = open_socket()
-        self._socket.bind(address)
+        """Open a channel and start a child. Raises InternalError if there can't be another process."""
+        self._channel, end = Channel.pair()
         self._exit_code: int | None = None
-        command = [*self._command[:4], address, *self._command[5:]]
+        command = [*self._command[:4], str(end.fileno()), *self._command[5:]]
         started: Future[subprocess.Popen[bytes]] = Future()
         # To the kernel the child's parent is the thread that started it; this one lives as long as the child.
-        self._watcher = threading.Thread(target=self._watch, args=(command, started), name="engine-watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(command, end, started), name="engine-watch", daemon=True
+        )
         self._watcher.start()
         self._process = started.result()
 
@@ -88,12 +81,19 @@ class ProcessEngine(EngineClient):
         """The child's process id."""
         return self._process.pid
 
-    def _watch(self, command: list[str], started: Future[subprocess.Popen[bytes]]) -> None:
+    def _watch(self, command: list[str], end: socket.socket, started: Future[subprocess.Popen[bytes]]) -> None:
         # The child finds modules where this process does. It needs no threads besides the kernels' own.
         path = os.pathsep.join(filter(None, sys.path))
         environment = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         try:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            with end:
+                process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(end.fileno(),),
+                )
         except OSError as error:
             started.set_exception(InternalError(f"can't start the engine process: {error}"))
             return
@@ -102,7 +102,8 @@ class ProcessEngine(EngineClient):
         self._call(ProcessEngine._note_exit, self)
 
     def _note_exit(self) -> None:
-        self._receive()
+        for message in self._channel.receive():
+            self._take(message)
         code = self._exit_code
         if code is None:
             return
@@ -129,48 +130,28 @@ class ProcessEngine(EngineClient):
         self._end_requests(death)
         self._state = None
         assert self._loop is not None
-        self._loop.remove_reader(self._socket)
-        close_socket(self._socket)
+        self._channel.close()
         try:
             self._start()
         except InternalError as error:
             self._fail(error)
             return
-        self._loop.add_reader(self._socket, self._receive)
+        self._channel.attach(self._loop, self._take)
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         previous = self._loop
         loop = super()._attach()
-        if loop is not previous and not self._socket.closed:
-            if previous is not None and not previous.is_closed():
-                previous.remove_reader(self._socket)
-            loop.add_reader(self._socket, self._receive)
+        if loop is not previous and not self._channel.closed:
+            self._channel.attach(loop, self._take)
             self._note_exit()
         return loop
 
-    def _receive(self) -> None:
-        """Take in everything that is there: the socket only signals that something came, not that more is left."""
-        while readable(self._socket):
-            self._dispatch(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-
-    def _take_stats(self, stats: Stats) -> None:
-        if self._state is None:
-            # Both ends are connected: the socket takes messages now, and its name is not needed any more.
-            self._remove_folder()
-            self._transmit(self._unsent)
-            self._unsent.clear()
-        super()._take_stats(stats)
+    def _take(self, message: bytes) -> None:
+        self._dispatch(self._decoder.decode(message))
 
     def _send(self, command: Command) -> None:
-        if self._state is None:
-            self._unsent.append(command)
-        elif not self._socket.closed:
-            self._transmit([command])
-            self._receive()  # sending may swallow the signal for what came meanwhile
-
-    def _transmit(self, commands: list[Command]) -> None:
-        with suppress(zmq.Again):  # the child is gone, which the watcher is about to say
-            self._socket.send(self._encoder.encode(commands), zmq.NOBLOCK)
+        if not self._channel.closed:
+            self._channel.send(self._encoder.encode([command]))
 
     def kill(self) -> None:
         """End the process at once."""
@@ -178,8 +159,8 @@ class ProcessEngine(EngineClient):
 
     async def close(self, drain: bool = False) -> None:
         """See `AsyncEngine`."""
-        loop = self._attach()
-        if self._socket.closed:
+        self._attach()
+        if self._channel.closed:
             return
         self._closing = True
         if self._state is None:
@@ -189,6 +170,4 @@ class ProcessEngine(EngineClient):
         self.kill()
         await asyncio.to_thread(self._watcher.join)
         self._note_exit()
-        loop.remove_reader(self._socket)
-        close_socket(self._socket)
-        self._remove_folder()
+        self._channel.close()

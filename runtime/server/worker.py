@@ -7,15 +7,14 @@ import socket
 import sys
 
 import msgspec
-import zmq
 
+from ..channel import Channel
 from ..client import EngineClient
 from ..errors import InternalError
 from ..load import read_plan
 from ..parent import die_with
 from ..plan import Plan
 from ..request import Command, Error, Event
-from ..sockets import close_socket, open_socket, readable
 from .run import run_service
 from .workers import WorkerOptions
 
@@ -23,28 +22,24 @@ from .workers import WorkerOptions
 class RelayedEngine(EngineClient):
     """The parent's engine (see `client.AsyncEngine`)."""
 
-    def __init__(self, plan: Plan, address: str) -> None:
+    def __init__(self, plan: Plan, channel: Channel) -> None:
         super().__init__(plan)
-        self._socket = open_socket()
-        self._socket.connect(address)
+        self._channel = channel
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[Event])
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         previous, loop = self._loop, super()._attach()
         if loop is not previous:
-            loop.add_reader(self._socket, self._receive)
-            self._receive()
+            self._channel.attach(loop, self._take)
         return loop
 
-    def _receive(self) -> None:
-        while readable(self._socket):
-            self._dispatch(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+    def _take(self, message: bytes) -> None:
+        self._dispatch(self._decoder.decode(message))
 
     def _send(self, command: Command) -> None:
-        if not self._socket.closed:
-            self._socket.send(self._encoder.encode([command]), zmq.NOBLOCK)
-            self._receive()  # sending may swallow the signal for what came meanwhile
+        if not self._channel.closed:
+            self._channel.send(self._encoder.encode([command]))
 
     def _take_error(self, error: Error) -> None:
         """The parent speaks of the engine only when it is dead for good."""
@@ -52,9 +47,7 @@ class RelayedEngine(EngineClient):
 
     async def close(self, drain: bool = False) -> None:
         """Leave the engine, which is the parent's."""
-        if not self._socket.closed:
-            self._attach().remove_reader(self._socket)
-            close_socket(self._socket)
+        self._channel.close()
         self._fail(InternalError("the engine is closed"))
 
 
@@ -62,7 +55,7 @@ def main() -> None:
     """Serve as standard input says, until SIGTERM or until the parent is gone."""
     told = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerOptions, dec_hook=lambda kind, value: kind(value))
     die_with(told.parent)
-    engine = RelayedEngine(read_plan(told.directory), told.engine)
+    engine = RelayedEngine(read_plan(told.directory), Channel(socket.socket(fileno=told.channel)))
     listener = socket.socket(fileno=told.listener)
     run_service(
         engine,

@@ -21,19 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
+from ..channel import Channel
 from ..client import Stream
 from ..errors import InternalError, UserError
 from ..options import EngineOptions, TextOptions
 from ..process import ProcessEngine
 from ..request import Abort, Add, Command, Error, Event, Finished, Ping, Profile, Profiled, Shutdown
-from ..sockets import close_socket, open_socket, readable
 from .options import HttpOptions
 
 WORKER = f"{__package__}.worker"
-CONNECT_SECONDS = 0.02
-"""Pause before events for a worker that is not there yet are sent again."""
 RESTART_SECONDS = 1.0
 """Pause before a worker that died is started again."""
 _log = logging.getLogger("toolkit.server")
@@ -54,11 +51,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     text: TextOptions
     listener: int
     """File descriptor of the socket that all workers accept from."""
-
-    @property
-    def engine(self) -> str:
-        """Address of the parent's socket for this worker."""
-        return f"ipc://{self.folder}/engine-{self.index}"
+    channel: int = -1
+    """File descriptor of this worker's end of the connection to the parent."""
 
     def peer(self, index: int) -> Path:
         """The Unix socket at which a worker answers the others."""
@@ -84,9 +78,9 @@ class Worker:
     """One child, from the parent's side."""
 
     def __init__(self, options: WorkerOptions, engine: ProcessEngine) -> None:
-        self._options, self._engine = options, engine
-        self._socket = open_socket()
-        self._socket.bind(options.engine)
+        self._engine = engine
+        self._channel, end = Channel.pair()
+        options = msgspec.structs.replace(options, channel=end.fileno())
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[Command])
         self._events: list[Event] = []
@@ -99,13 +93,15 @@ class Worker:
         command = [sys.executable, "-P", "-m", WORKER]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # In a session of its own, so that Ctrl-C in a terminal reaches the parent alone, which tells the workers.
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, pass_fds=(options.listener,), start_new_session=True
-        )
+        with end:
+            inherited = (options.listener, options.channel)
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True
+            )
         assert self.process.stdin is not None
         with self.process.stdin as told:  # where nobody else sees keys
             told.write(msgspec.json.encode(options, enc_hook=str))
-        asyncio.get_running_loop().add_reader(self._socket, self._receive)
+        self._channel.attach(asyncio.get_running_loop(), self._receive)
         self._task(self._greet())
 
     async def _greet(self) -> None:
@@ -122,23 +118,17 @@ class Worker:
         self._events.append(event)
 
     def _flush(self) -> None:
-        if not self._socket.closed:
-            try:
-                self._socket.send(self._encoder.encode(self._events), zmq.NOBLOCK)
-            except zmq.Again:  # the child has not connected yet
-                asyncio.get_running_loop().call_later(CONNECT_SECONDS, self._flush)
-                return
+        if not self._channel.closed:
+            self._channel.send(self._encoder.encode(self._events))
         self._events = []
         for name in self.ended:
             self._engine.forget(name)
             self._open.discard(name)
         self.ended.clear()
-        self._receive()  # sending may swallow the signal for what came meanwhile
 
-    def _receive(self) -> None:
-        while readable(self._socket):
-            for command in self._decoder.decode(self._socket.recv(zmq.NOBLOCK)):
-                self._apply(command)
+    def _receive(self, message: bytes) -> None:
+        for command in self._decoder.decode(message):
+            self._apply(command)
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -176,8 +166,7 @@ class Worker:
 
     def close(self) -> None:
         """The child is gone: end what it had open."""
-        asyncio.get_running_loop().remove_reader(self._socket)
-        close_socket(self._socket)
+        self._channel.close()
         for task in self._tasks:
             task.cancel()
         for name in self._open:

@@ -430,6 +430,6 @@ def test_the_child_imports_little() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment, text=True)
     loaded = set(result.stdout.split())
     foreign = {name for name in loaded - sys.stdlib_module_names if not name.startswith(("_", "sitecustomize"))}
-    # The last two come with msgspec and pyzmq.
-    assert foreign <= {"toolkit", "numpy", "msgspec", "zmq", "typing_extensions", "cython_runtime"}
+    # The last two come with msgspec.
+    assert foreign <= {"toolkit", "numpy", "msgspec", "typing_extensions", "cython_runtime"}
     assert "asyncio" not in loaded
