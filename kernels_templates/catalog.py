@@ -95,7 +95,7 @@ class Tiles:
     """A matrix argument that a kernel reads in tiles (see `TensorMap` in the plan)."""
 
     rows: str
-    """Name of the argument that counts its rows."""
+    """Name of the argument that counts its rows. Empty with `width`."""
     columns: str
     box: int
     """Rows of a tile."""
@@ -103,6 +103,8 @@ class Tiles:
     block: tuple[int, int, int, int] | None = None
     bytes: int = 2
     """Of a number."""
+    width: int = 0
+    """Columns of a matrix that no argument counts: its rows are as many as memory has."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,8 @@ class TensorMap(_Record, frozen=True):
     """Of a weight in `operand16`: rows and columns of a block, its parts, bytes of a part. Tiles have whole blocks."""
     bytes: int = 2
     """Of a number; of those with 1 a box has 128 columns."""
+    width: int = 0
+    """Columns of a matrix that no argument counts: its rows are as many as memory has."""
 
 
 class CudaKernel(_Record, frozen=True):

@@ -28,6 +28,7 @@ from toolkit.kernels_templates.cuda.basic import norm_threads
 from toolkit.kernels_templates.cuda.sample import PART
 from toolkit.kernels_templates.registry import CUDA_FAMILIES
 from toolkit.kernels_templates.render import arguments
+from toolkit.runtime.device.cuda.driver import tensor_map
 from toolkit.runtime.step import MAX_TOP, RESULT, ROW
 
 PAGE = 64
@@ -211,16 +212,22 @@ def launcher(gpu: Gpu, case: Case, number: int) -> Callable[[], None]:
     most = check(driver.cuDeviceGetAttribute(attribute, check(driver.cuCtxGetDevice())))
     values = case.make(gpu, number)
     specs, grid = arguments(CUDA_FAMILIES[case.spec.family], case.spec), launch_grid(case.spec, "sm90")
+    tiles = CUDA_FAMILIES[case.spec.family].variant("sm90").tiles(case.spec.params)
     cells: list[Any] = []
     for arg in specs:
         value = values[arg.name]
+        if arg.name in tiles:
+            cells.append(tensor_map(value, 0, 0, tiles[arg.name]))
+            continue
         if isinstance(value, np.ndarray):
             address = check(driver.cuMemAlloc(value.nbytes))
             check(driver.cuMemcpyHtoD(address, np.ascontiguousarray(value).ctypes.data, value.nbytes))
             value = int(address)
         kinds = {"int32_t": ctypes.c_int32, "float": ctypes.c_float}
         cells.append(kinds.get(arg.ctype, ctypes.c_uint64)(value))
-    packed = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+    packed = (ctypes.c_void_p * len(cells))(
+        *(cell.getPtr() if hasattr(cell, "getPtr") else ctypes.addressof(cell) for cell in cells)
+    )
     config, overlap = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1

@@ -326,12 +326,13 @@ def _entry(kernel: KernelSpec, arch: ArchName, compiled: Compiled, offset: int) 
         maps=tuple(
             TensorMap(
                 argument=names.index(name),
-                rows=names.index(each.rows),
-                columns=names.index(each.columns),
+                rows=names.index(each.rows or name),
+                columns=names.index(each.columns or name),
                 box=each.box,
                 depth=each.depth,
                 block=each.block,
                 bytes=each.bytes,
+                width=each.width,
             )
             for name, each in tiles.items()
         ),

@@ -24,6 +24,7 @@ from ..catalog import (
     Family,
     Grid,
     ParamValue,
+    Tiles,
     Variant,
     dim_arg,
     float_arg,
@@ -213,25 +214,40 @@ def prefill_tiles(key_dim: int, value_dim: int, dtype: str) -> PrefillTiles:
 
 @dataclass(frozen=True)
 class PrefillPanels:
-    """Shared memory of `attention_prefill` on sm90: `rows` queries, two stages of `keys` keys and values, in panels of
-    64 16-bit columns.
+    """Shared memory of `attention_prefill` on sm90: tiles of `rows` queries, stages of `keys` keys and values, in
+    panels of 64 16-bit columns.
     """
 
     rows: int
     keys: int
     key_panels: int
     value_panels: int
+    queries: int
+    """Tiles of queries."""
+    stages: int
+    threads: int
 
     @property
     def shared(self) -> int:
-        """Bytes of dynamic shared memory, with room to begin at a multiple of 1024."""
-        return 1024 + 128 * (self.key_panels * self.rows + 2 * self.keys * (self.key_panels + self.value_panels))
+        """Bytes of dynamic shared memory, with room to begin at a multiple of 1024, and for barriers."""
+        queries, stages = self.queries * self.key_panels * self.rows, self.stages * self.keys
+        return (
+            1024
+            + 128 * (queries + stages * (self.key_panels + self.value_panels))
+            + 16 * (self.queries + 2 * self.stages)
+        )
 
 
 def prefill_panels(key_dim: int, value_dim: int) -> PrefillPanels:
-    """Wide heads leave registers for fewer rows and keys at once."""
-    key_panels, value_panels = -(-key_dim // 64), -(-value_dim // 64)
-    return PrefillPanels(128, 128 if max(key_panels, value_panels) <= 2 else 64, key_panels, value_panels)
+    """Wide heads leave registers for fewer keys at once, and room for fewer queries. Only where keys and values have
+    the same width are they copied by a warpgroup of their own."""
+    panels = -(-key_dim // 64), -(-value_dim // 64)
+    keys = 128 if max(panels) <= 2 else 64
+    if key_dim != value_dim:
+        return PrefillPanels(128, keys, *panels, queries=1, stages=2, threads=256)
+    return PrefillPanels(
+        128, keys, *panels, queries=2 if panels[0] <= 2 else 1, stages=4 if panels[0] == 1 else 2, threads=384
+    )
 
 
 def _persistent(threads: int, shared: int = 0) -> Grid:
@@ -251,8 +267,15 @@ def _prefill_grid(hopper: bool, params: Mapping[str, ParamValue]) -> Grid:
         return _persistent(256)
     if hopper and dtype not in LARGEST_CODE:
         panels = prefill_panels(*dims)
-        return _persistent(panels.rows * 2, panels.shared)
+        return _persistent(panels.threads, panels.shared)
     return _persistent(256, 2 * prefill_tiles(*dims, dtype).stage_bytes)
+
+
+def _prefill_maps(params: Mapping[str, ParamValue]) -> Mapping[str, Tiles]:
+    real, dtype, width = str(params["real"]), str(params["dtype"]), int(params["key_dim"])
+    if not takes_tensor_cores(real, dtype) or dtype in LARGEST_CODE or width != params["value_dim"]:
+        return {}
+    return {"cache": Tiles("", "", 64, width=width)}
 
 
 ATTENTION_PREFILL = Family(
@@ -263,7 +286,7 @@ ATTENTION_PREFILL = Family(
     ops=("paged_attention",),
     doc=_DOC,
     grid=partial(_prefill_grid, False),
-    hopper=Variant("cuda/attention_prefill_hopper.cu.j2", partial(_prefill_grid, True)),
+    hopper=Variant("cuda/attention_prefill_hopper.cu.j2", partial(_prefill_grid, True), _prefill_maps),
 )
 
 ATTENTION_DECODE = Family(

@@ -53,6 +53,8 @@ class Tile(Protocol):
     def block(self) -> tuple[int, int, int, int] | None: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def width(self) -> int: ...
 
 
 def tensor_map(address: int, rows: int, columns: int, tile: Tile) -> Any:
@@ -60,6 +62,8 @@ def tensor_map(address: int, rows: int, columns: int, tile: Tile) -> Any:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
+    if tile.width:
+        rows, columns = 1 << 31, tile.width
     kinds, swizzles = bindings().CUtensorMapDataType, bindings().CUtensorMapSwizzle
     if tile.block is not None:
         height, width, parts, part = tile.block

@@ -95,7 +95,7 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
     slots: list[Any] = [pointers.get(each.name) or _SCALARS[each.ctype](values[each.name]) for each in specs]
     addresses = [ctypes.addressof(slot) for slot in slots]
     maps = {
-        name: tensor_map(buffers[name].address, values[tiles.rows], values[tiles.columns], tiles)
+        name: tensor_map(buffers[name].address, values.get(tiles.rows, 0), values.get(tiles.columns, 0), tiles)
         for name, tiles in CUDA_FAMILIES[family].variant(gpu()[0]).tiles(spec.params).items()
     }
     addresses = [
