@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from linear import BANDWIDTH, POOL, RATE, Gpu, check, load
+from linear import BANDWIDTH, POOL, RATE, Gpu, check, load, shared_bytes
 
 from toolkit.compiler.codegen.cuda import compile_kernel, launch_grid
 from toolkit.kernels_templates.catalog import KernelSpec, ParamValue
@@ -238,7 +238,7 @@ def launcher(gpu: Gpu, case: Case, number: int) -> Callable[[], None]:
 
     config.gridDimX, config.gridDimY, config.gridDimZ = (blocks(axis) for axis in (grid.x, grid.y, grid.z))
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
-    config.sharedMemBytes, config.hStream = grid.shared, gpu.stream
+    config.sharedMemBytes, config.hStream = shared_bytes(case.spec), gpu.stream
     config.attrs, config.numAttrs = [overlap], 1
     function = load(case.spec)
 

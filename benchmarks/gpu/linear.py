@@ -220,8 +220,13 @@ def load(spec: KernelSpec) -> Any:
     module = check(driver.cuModuleLoadData(compile_kernel(spec, "sm90").code))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(driver.cuFuncSetAttribute(function, attribute, launch_grid(spec, "sm90").shared))
+    check(driver.cuFuncSetAttribute(function, attribute, shared_bytes(spec)))
     return function
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a kernel."""
+    return launch_grid(spec, "sm90").shared + compile_kernel(spec, "sm90").dynamic
 
 
 def launcher(gpu: Gpu, spec: KernelSpec, values: Mapping[str, int]) -> Callable[[], None]:
@@ -244,7 +249,7 @@ def launcher(gpu: Gpu, spec: KernelSpec, values: Mapping[str, int]) -> Callable[
     overlap.value.programmaticStreamSerializationAllowed = 1
     config.gridDimX, config.gridDimY, config.gridDimZ = (blocks(axis, values) for axis in (grid.x, grid.y, grid.z))
     config.blockDimX, config.blockDimY, config.blockDimZ = grid.threads, 1, 1
-    config.sharedMemBytes, config.hStream = grid.shared, gpu.stream
+    config.sharedMemBytes, config.hStream = shared_bytes(spec), gpu.stream
     config.attrs, config.numAttrs = [overlap], 1
     function = load(spec)
 

@@ -7,7 +7,6 @@ kernel need not know what it was written in.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import linecache
 import re
@@ -15,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,10 +61,7 @@ def compiler_version() -> str:
 
 def _ptxas() -> Path:
     """Triton's own assembler, found without importing Triton."""
-    spec = importlib.util.find_spec("triton")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0], "backends", "nvidia", "bin", "ptxas")
+    return Path(str(distribution("triton").locate_file("triton/backends/nvidia/bin/ptxas")))
 
 
 def options(kernel: KernelSpec, arch: ArchName) -> Mapping[str, Any]:

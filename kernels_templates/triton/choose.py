@@ -10,6 +10,8 @@ from .families import MOST_COLUMNS
 
 _Params = dict[str, ParamValue]
 _MULTIPROCESSORS = 132
+_SHAPE = ("N", "K", "W", "weight_rows", "heads", "kv_heads", "page_tokens")
+"""Constants that a kernel's code is made for."""
 
 
 def triton_kernels(kernel: KernelSpec, sizes: Mapping[str, int]) -> list[KernelSpec]:
@@ -19,7 +21,7 @@ def triton_kernels(kernel: KernelSpec, sizes: Mapping[str, int]) -> list[KernelS
     """
     rule = _RULES.get(kernel.family)
     found = rule(kernel.params, sizes) if rule is not None else []
-    shape = {name: size for name, size in sizes.items() if name in ("N", "K", "W", "weight_rows")}
+    shape = {name: size for name, size in sizes.items() if name in _SHAPE}
     name = f"{kernel.family.removesuffix('_tiled').removesuffix('_exact')}_triton"
     return [KernelSpec(name, params, shape) for params in found]
 
@@ -85,6 +87,17 @@ def _tile(rows: int, columns: int) -> dict[str, int]:
     }
 
 
+def _attention(params: Mapping[str, ParamValue], sizes: Mapping[str, int]) -> list[_Params]:
+    dims = [_power(int(params[name])) for name in ("key_dim", "value_dim")]
+    exact = params["real"] == "float32"
+    if params["dtype"] != params["real"] or max(dims) > (128 if exact else 256) or min(dims) < 16:
+        return []
+    tile = {"tile_rows": 32, "tile_keys": 32, "warps": 4} if exact else {"tile_rows": 128, "tile_keys": 64, "warps": 8}
+    tile |= {"tile_rows": 64, "tile_keys": 32} if max(dims) > 128 else {}
+    own: _Params = {"key_block": dims[0], "value_block": dims[1], "sequences": _power(sizes["S"])}
+    return [{**params, **own, **tile, "stages": 2}]
+
+
 def _power(size: int) -> int:
     """The next power of two."""
     return 1 << max(0, size - 1).bit_length()
@@ -100,5 +113,6 @@ _RULES: Mapping[str, Callable[[Mapping[str, ParamValue], Mapping[str, int]], lis
     "pointwise": _pointwise,
     "linear_tiled": _tiled,
     "linear_exact": _exact,
+    "attention_prefill": _attention,
 }
 """By family of the CUDA C++ kernel."""

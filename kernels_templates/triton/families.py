@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..catalog import BOOLS, Axis, Family, Grid, ParamValue, Tiles, Variant
-from ..cuda import basic
+from ..catalog import BOOLS, CACHE_IN, Axis, Family, Grid, ParamValue, Tiles, Variant
+from ..cuda import attention, basic
 from ..cuda.basic import REALS
 from ..cuda.linear import TILED
 
@@ -89,7 +89,7 @@ LINEAR = Family(
     template="triton/linear.py.j2",
     params={
         **{"real": REALS, "tile_rows": (16, 32, 64, 128, 256), "tile_columns": (16, 32, 64, 128, 256)},
-        **{"band": _SIZES[:6], "flatten": BOOLS, "stages": tuple(range(1, 9)), "warps": _WARPS},
+        **{"band": _SIZES[:6], "flatten": BOOLS, "stages": tuple(range(1, 13)), "warps": _WARPS},
         **{name: values for name, values in TILED.params.items() if name in ("has_bias", "epilogue", "gated")},
         **{name: values for name, values in TILED.params.items() if name.startswith("extra")},
     },
@@ -102,4 +102,23 @@ LINEAR = Family(
     triton=True,
 )
 
-FAMILIES: tuple[Family, ...] = (NORM, POINTWISE, REDUCTION, LINEAR)
+ATTENTION = replace(
+    attention.ATTENTION_PREFILL,
+    name="attention_prefill_triton",
+    template="triton/attention_prefill.py.j2",
+    params={
+        **attention.ATTENTION_PREFILL.params,
+        **{"tile_rows": (16, 32, 64, 128), "tile_keys": (16, 32, 64), "key_block": _SIZES, "value_block": _SIZES},
+        **{"sequences": _SIZES, "stages": tuple(range(1, 9)), "warps": _WARPS},
+    },
+    args=tuple(
+        replace(arg, ctype="const real *") if arg is CACHE_IN else arg for arg in attention.ATTENTION_PREFILL.args
+    ),
+    doc=attention.ATTENTION_PREFILL.doc
+    + " In Triton: for a cache of the type `real`, and up to `sequences` sequences.",
+    grid=lambda params: Grid(32 * int(params["warps"]), Axis(("blocks",), persistent=True)),
+    hopper=None,
+    triton=True,
+)
+
+FAMILIES: tuple[Family, ...] = (NORM, POINTWISE, REDUCTION, LINEAR, ATTENTION)

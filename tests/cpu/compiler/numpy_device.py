@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,32 +30,12 @@ Array = npt.NDArray[Any]
 PAGES = 40
 
 
-@dataclass(frozen=True)
-class RowsCache(PagedCache):
-    """Pages in the layout `kv-rows`: keys as values are, a row a token."""
-
-    @property
-    def keys(self) -> Array:
-        width = self.heads * self.page_tokens * self.key_dim
-        return self.data.view(np.float32)[:, :width].reshape(-1, self.heads, self.page_tokens, self.key_dim)
-
-    def write(self, k: Array, v: Array, slots: Array) -> None:
-        pages, tokens = slots // self.page_tokens, slots % self.page_tokens
-        self.keys[pages, :, tokens], self.values[pages, :, tokens] = k, v
-
-    def read(self, pages: Array, length: int) -> tuple[Array, Array]:
-        k = self.keys[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.key_dim)[:length]
-        return k, self.values[pages].transpose(0, 2, 1, 3).reshape(-1, self.heads, self.value_dim)[:length]
-
-
 class NumpyDevice:
     """As much of a `Device` as running steps takes."""
 
     def __init__(self, directory: Path, plan: Plan, interpreter: Interpreter | None = None) -> None:
         """`interpreter` runs what is written in Triton."""
         self.plan, self._interpreter = plan, interpreter
-        self.interpreted: set[str] = set()
-        """Families of kernels that the interpreter ran."""
         self.used: list[str] = []
         """Names of the buckets that steps ran in."""
         stored = {file.file: np.fromfile(directory / file.file, np.uint8) for file in plan.weight_files}
@@ -66,13 +45,14 @@ class NumpyDevice:
         }
         self._caches = [
             [
-                RowsCache.empty(
+                PagedCache.empty(
                     PAGES,
                     heads=cache.heads,
                     key_dim=cache.key_dim,
                     value_dim=cache.value_dim,
                     page_tokens=cache.page_tokens,
                     dtype=cache.dtype,
+                    in_rows=True,
                 )
                 for _ in cache.layers
             ]
@@ -107,12 +87,9 @@ class NumpyDevice:
     def _interpret(self, spec: KernelSpec, values: dict[str, Any], outputs: list[str]) -> None:
         """Run a Triton kernel over copies of its arguments, and take its outputs."""
         assert self._interpreter is not None
-        copies = {
-            name: np.array(value, np.float32).reshape(-1) if isinstance(value, np.ndarray) else value
-            for name, value in values.items()
-        }
-        self.interpreted.add(spec.family)
-        for name, found in self._interpreter.run(spec, "sm80", **copies).items():
+        for name, found in self._interpreter.run(
+            spec, "sm80", **{n: _flat(n, each) for n, each in values.items()}
+        ).items():
             written = ~np.isnan(found)
             values[name][written] = found[written]
 
@@ -134,6 +111,17 @@ class NumpyDevice:
                 return factor * {"T": len(batch.tokens), "S": len(batch.context), "R": len(batch.rows)}[name]
             case ConstArg(value=value):
                 return value
+
+
+def _flat(name: str, value: Any) -> Any:
+    """An argument as a pointer or a number."""
+    if isinstance(value, PagedCache):
+        return value.data.reshape(-1).view(np.float32)
+    if name == "page_stride":
+        return np.array([value], np.int32)
+    if isinstance(value, np.ndarray):
+        return np.array(value, np.float32 if value.dtype.kind == "f" else np.int32).reshape(-1)
+    return value
 
 
 def _exactly(data: Array, entry: Any) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError
@@ -99,13 +100,12 @@ def test_launches_of_half_precision_compute_the_model(
 @pytest.mark.usefixtures("without_nvrtc")
 def test_launches_of_triton_kernels_compute_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each Triton kernel of the plan is run by Triton's interpreter, with the arguments that lowering gave it."""
-    interpreter = Interpreter()
-    monkeypatch.setattr(NumpyRunner, "interpreter", interpreter)
-    plan = compare("gemma3_text", tmp_path, steps=(0, 3), generator="triton", optimize=2)
-    interpreter.close()
+    with closing(Interpreter()) as interpreter:
+        monkeypatch.setattr(NumpyRunner, "interpreter", interpreter)
+        plan = compare("gemma3_text", tmp_path, steps=(0, 3), generator="triton", optimize=2)
     used = {plan.kernels[launch.kernel].family for bucket in plan.buckets for launch in bucket.launches}
-    assert {"norm_triton", "linear_triton"} <= used
-    assert not {"norm", "pointwise", "reduction", "linear_exact"} & used
+    assert {"norm_triton", "linear_triton", "attention_prefill_triton"} <= used
+    assert not {"norm", "pointwise", "reduction", "linear_exact", "attention_prefill"} & used
     (note,) = [note for note in plan.report.notes if "Triton" in note]
     assert re.match(r"Triton has no template for \d+ of \d+ kernels, which stay CUDA C\+\+: 2 attention_decode, ", note)
     assert "norm" not in note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ from cpu.kernels.triton_interpreter import Interpreter
 
 from toolkit.kernels_templates.catalog import POINTWISE_INPUTS, KernelSpec, ParamValue
 from toolkit.kernels_templates.expression import BINARY, OPERATORS, REDUCTIONS, evaluate, parse
+from toolkit.kernels_templates.reference import PagedCache, attention
 from toolkit.kernels_templates.triton.choose import triton_kernels
 from toolkit.kernels_templates.triton.expression import supported
 from toolkit.runtime.plan import ArchName
 
 Array = npt.NDArray[Any]
-NUMBERS = ("rows", "W", "weight_rows", "N", "K")
+NUMBERS = ("rows", "W", "weight_rows", "N", "K", "S", "heads", "kv_heads", "page_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,65 @@ def test_a_maximum_of_nan_is_nan(interpreter: Interpreter) -> None:
     values: dict[str, Any] = {**arrays, "out": np.empty(3, np.float32), "rows": 3, "W": 50}
     found = interpreter.run(only("reduction", forms | params, values), "sm80", **values)["out"]
     assert np.isnan(found).tolist() == [False, True, False]
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+PAGE = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int = 0
+    softcap: float = 0.0
+    weights: str = ""
+    """sinks or slopes, if the heads have any."""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(4, 2, 64, 64),
+        Layer(3, 1, 40, 24, 50, 2.0),
+        Layer(2, 2, 16, 32, 0, 0.0, "slopes"),
+        Layer(6, 2, 32, 16, 70, 0.0, "sinks"),
+    ],
+    ids=str,
+)
+def test_attention(interpreter: Interpreter, layer: Layer) -> None:
+    """Several sequences, one without queries, whose pages are shuffled and poisoned where no token is."""
+    length, queries = np.array([1, 130, 5, 70], np.int32), [1, 40, 0, 70]
+    rng = np.random.default_rng(0)
+    dims = {"key_dim": layer.key_dim, "value_dim": layer.value_dim}
+    cache = PagedCache.empty(13, heads=layer.kv_heads, **dims, page_tokens=PAGE, dtype="float32", in_rows=True)
+    pages = (1 + rng.permutation(12).astype(np.int32)).reshape(4, 3)
+    for s, tokens in enumerate(length):
+        at = np.arange(tokens)
+        k, v = (
+            floats(seed, tokens, layer.kv_heads, dim)
+            for seed, dim in ((2 * s, layer.key_dim), (2 * s + 1, layer.value_dim))
+        )
+        cache.write(k, v, pages[s, at // PAGE] * PAGE + at % PAGE)
+    params: dict[str, ParamValue] = {"real": "float32", "dtype": "float32", **dims}
+    params |= {"has_window": layer.window > 0, "has_softcap": layer.softcap > 0}
+    params |= {f"has_{name}": layer.weights == name for name in ("sinks", "slopes")}
+    options: dict[str, Any] = {layer.weights: floats(20, layer.heads, scale=0.1)} if layer.weights else {}
+    options |= {"window": layer.window} if layer.window else {}
+    options |= {"softcap": layer.softcap} if layer.softcap else {}
+    q, seq_start = floats(21, sum(queries), layer.heads, layer.key_dim), np.cumsum([0, *queries], dtype=np.int32)
+    values: dict[str, Any] = {"q": q, "cache": cache.data.reshape(-1).view(np.float32), "pages": pages.reshape(-1)}
+    values |= {"page_stride": np.array([3], np.int32), "seq_start": seq_start, "context": length, "S": 4}
+    values |= {"heads": layer.heads, "kv_heads": layer.kv_heads, "page_tokens": PAGE, "scale": 0.25, "blocks": 256}
+    values |= {"out": np.empty((sum(queries), layer.heads, layer.value_dim), np.float32), **options}
+    kernel = only("attention_prefill", params, values)
+    found = interpreter.run(kernel, "sm80", **values)["out"]
+    close(found, attention(q, cache, pages, seq_start, length, scale=0.25, **options))
 
 
 # --- linear layers ----------------------------------------------------------------------------------------------------

@@ -75,16 +75,27 @@ def load(spec: KernelSpec) -> Any:
     code = compile_ptx(spec, arch) if "TOOLKIT_GPU_ARCH" in os.environ else compile_kernel(spec, arch).code
     module = check(driver.cuModuleLoadData(code))
     function = check(driver.cuModuleGetFunction(module, spec.symbol.encode()))
-    if shared := launch_grid(spec, arch).shared:
+    if shared := shared_bytes(spec):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(driver.cuFuncSetAttribute(function, attribute, shared))
     return function
 
 
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a kernel."""
+    arch = gpu()[0]
+    return launch_grid(spec, arch).shared + compile_kernel(spec, arch).dynamic
+
+
 def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, Array]:
     """Launch a kernel with arguments by name; arrays of outputs are poisoned first. Returns every array afterwards."""
+    return run_kernel(KernelSpec(family, params), **values)
+
+
+def run_kernel(spec: KernelSpec, **values: Any) -> dict[str, Array]:
+    """As `run`, for a kernel that may have a shape."""
     gpu()
-    spec = KernelSpec(family, params)
+    family = spec.family
     specs = arguments(CUDA_FAMILIES[family], spec)
     assert {each.name for each in specs} == values.keys()
     for each in specs:
@@ -105,7 +116,11 @@ def run(family: str, params: dict[str, ParamValue], **values: Any) -> dict[str, 
     packed = (ctypes.c_void_p * len(slots))(*addresses)
     grid = launch_grid(spec, gpu()[0])
     x, y, z = (blocks(axis, values) for axis in (grid.x, grid.y, grid.z))
-    check(driver.cuLaunchKernel(load(spec), x, y, z, grid.threads, 1, 1, grid.shared, 0, ctypes.addressof(packed), 0))
+    check(
+        driver.cuLaunchKernel(
+            load(spec), x, y, z, grid.threads, 1, 1, shared_bytes(spec), 0, ctypes.addressof(packed), 0
+        )
+    )
     check(driver.cuCtxSynchronize())
     return {name: buffer.read() for name, buffer in buffers.items()}
 

@@ -456,8 +456,8 @@ def test_triton_kernels_take_the_arguments_of_what_they_replace() -> None:
         for call, more, own in zip(usual.lowered.calls, race.lowered.calls, triton.lowered.calls, strict=True):
             assert call.kernel == more.kernel
             found = [other for other in more.others if CUDA_FAMILIES[other.family].triton]
-            has = call.kernel.family in ("norm", "linear_tiled")
-            assert len(found) == {"norm": 1, "linear_tiled": 2}.get(call.kernel.family, 0)
+            has = call.kernel.family in ("norm", "linear_tiled", "attention_prefill")
+            assert len(found) == (2 if call.kernel.family == "linear_tiled" else has)
             assert own.kernel == (found[0] if has else call.kernel)
             assert not has or all(CUDA_FAMILIES[other.family].triton for other in own.others)
             names = [spec.name for spec in arguments(CUDA_FAMILIES[call.kernel.family], call.kernel)]
