@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/generators.py [--sweep] [--compile] [--json FILE]
 
-Launches overlap in a captured graph and read memory in turns, as in `linear.py` and `kernels.py`. The CUDA C++ kernel is
-the one that lowering takes; of Triton's, all are timed that `--generator race` may carry. `--sweep` times more tiles of
-linear layers; `--compile` only fills the kernel cache, which needs no GPU.
+Launches overlap in a captured graph and read memory in turns, as in `linear.py` and `kernels.py`. The CUDA C++ kernel
+is the one that lowering takes; of Triton's, all are timed that `--generator race` may carry. `--sweep` times more tiles
+of linear layers; `--compile` only fills the kernel cache, which needs no GPU.
 """
 
 from __future__ import annotations
